@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import KeyCache, Membership
+from kvoffload.cache.key_cache import FETCH_DEADLINE, KeyCache, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.record_calls import guarded, leading
-from kvoffload.cache.reservations import CacheJob, CacheRequest, record_of
+from kvoffload.cache.reservations import CacheJob, CacheRequest, LoadArguments, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
@@ -28,15 +28,17 @@ from kvoffload.internal.nesting import refuse_waiting
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
+from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.planning.transfer_plan import Direction
 
 if TYPE_CHECKING:  # what is imported where there are tiers
     from kvoffload.cache.tiering.attaching import WriteName
-    from kvoffload.cache.tiering.promotion import ChainedLoad, FetchJob, Promotion
+    from kvoffload.cache.tiering.promotion import ChainedLoad, FetchJob, PromotedLoad, Promotion
     from kvoffload.cache.tiering.tier import Tier
 
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
+_Load = TypeVar("_Load", bound="PromotedLoad[Any]")
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
@@ -291,14 +293,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             self._check_parts(parts)
         after = self.engine.resolve(after)
         self.engine.advance()
-        return self._load((checked, pending, request, per_group, after, parts))
+        return self._load((checked, per_group, after, parts, request, pending))
 
     @guarded
     def _load(
-        self, given: tuple[list[bytes], bool, CacheRequest | None, list[Int64Array], CacheAfter, Parts]
+        self, given: tuple[list[bytes], list[Int64Array], CacheAfter, PartsLike, CacheRequest | None, bool]
     ) -> CacheJob:
-        """Hold the entries and submit the transfer; `_store` lists the cases."""
-        keys, pending, request, per_group, after, parts = given
+        """Hold the entries and submit the transfer; `_store` lists the cases. `given` has the fields of
+        `LoadArguments`.
+        """
+        keys, per_group, after, parts, request, pending = given
         state, engine, jobs = self._state, self.engine, tuple[Job, ...]()
         opened = None if request is None else record_of(request, state)
         record = state.propose_lease(keys, pending, True, opened)
@@ -334,14 +338,14 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         blocks: BlockIds,
         *,
         after: CacheAfter = None,
-        deadline: float | None = 1.0,
+        deadline: float | None = FETCH_DEADLINE,
         tenant: str = "",
         counted: bool = True,
         parts: Parts = None,
         request: CacheRequest | None = None,
     ) -> FetchJob:
-        """Load as many leading keys as are worth it into blocks, from wherever they are. Returns at once; over a
-        shared pool whose owner has tiers, once these have brought their keys, or the deadline is over.
+        """Load the longest leading run of keys that is faster to load than to compute, from slots or tiers. Returns at
+        once; over a shared pool whose owner has tiers, once these have brought their keys, or the deadline is over.
 
         This is `lookup`, `promote` and `load` in one job, and counts as one lookup. Keys in slots are always worth
         loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
@@ -355,8 +359,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
             blocks: target ids for all keys, as for `load`, without repeats.
-            after: as for `load`. If tiers are asked, the load follows the work that is on a stream when it is
-                submitted, perhaps long after this call.
+            after: as for `load`. If tiers are asked, the load follows the work on a stream when it is submitted, later.
             deadline: seconds from now for tiers; None: no limit. The load of what came follows.
             tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
             counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
@@ -382,9 +385,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         if of_key is not None and (missing := len(checked) - leading(self._state.table, checked)):
             wait = missing * of_key
             deadline = wait if deadline is None else min(to_wait("deadline", deadline), wait)
-        promotion = self.promote(checked, deadline=deadline, tenant=tenant, counted=counted)
+        promotion = self._promote(checked, deadline, tenant, counted)
+        arguments = LoadArguments(checked, per_group, after, parts, request)
         try:
-            return FetchJob(promotion, self._chain(promotion, per_group, after, parts, owns=True, request=request))
+            return self._chain(FetchJob(promotion, arguments), at_once=promotion._record.ended)
         except BaseException:
             promotion.release()
             raise
@@ -445,51 +449,32 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         statistics = None if self.engine.devices[0].foreign else self._records.statistics()
         return {"statistics": statistics, "described": self._describe(), "tenants": self._tenants}
 
-    def _load_checked(
-        self,
-        keys: list[bytes],
-        per_group: list[Int64Array],
-        after: Any,
-        parts: Parts,
-        request: CacheRequest | None,
-    ) -> CacheJob:
-        """`load` for a promotion, whose arguments were checked when it was made; `after` is from `resolve`."""
+    def _load_promoted(self, load: LoadArguments) -> CacheJob:
+        """Load keys that a promotion holds."""
         self.engine.advance()
-        return self._load((keys, False, request, per_group, after, parts))
+        return self._load(load)
 
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
-        _, per_group = self._checked(promotion._record.keys, blocks, targets=True)
-        if parts is not None:
-            self._check_parts(parts)
-        return self._chain(promotion, per_group, self.engine.resolve(after), parts)
-
-    def _chain(
-        self,
-        promotion: Promotion,
-        per_group: list[Int64Array],
-        after: Any,
-        parts: Parts,
-        *,
-        owns: bool = False,
-        request: CacheRequest | None = None,
-    ) -> ChainedLoad:
-        """A load behind a promotion; `after` from `resolve`. `owns`: it belongs to a `FetchJob`. If its promotion has
-        ended, no thread has to submit it; then this raises what refuses it.
-        """
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
+        keys, per_group = self._checked(promotion.keys, blocks, targets=True)
+        if parts is not None:
+            self._check_parts(parts)
+        after = self.engine.resolve(after)
         self._check_open()
-        record, tiers = promotion._record, self._tiers
-        load, compute = (per_group, after, parts, request), None if tiers is None else tiers.compute
-        chained = ChainedLoad(record, load, promotion._when_done, owns=owns, compute=compute)
-        record.loads.add(chained)
-        if tiers is None or (owns and record.ended):
-            chained._submit(self._load_checked)
-            if owns and chained.error is not None:
-                raise chained.error
+        return self._chain(ChainedLoad(promotion, LoadArguments(keys, per_group, after, parts, None)), at_once=False)
+
+    def _chain(self, load: _Load, *, at_once: bool) -> _Load:
+        """Have a load submitted when its promotion has ended, and return it. `at_once`: that has ended, so submit the
+        load here, and raise what refuses it.
+        """
+        if at_once or self._tiers is None:
+            load._submit(self._load_promoted)
+            if at_once and load._refused is not None:
+                raise load._refused
         else:
-            tiers.post(chained)
-        return chained
+            self._tiers.post(load)
+        return load
 
     def _checked(
         self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False, distinct: bool = False

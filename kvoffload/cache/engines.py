@@ -18,7 +18,7 @@ from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # type checkers bring it along
+    from typing_extensions import TypeIs, TypeVar  # type checkers bring it along
 else:
     from typing import TypeVar
 
@@ -27,6 +27,18 @@ CacheAfter: TypeAlias = After | ShardedAfter
 
 CacheStreams: TypeAlias = StreamLike | Sequence[StreamLike]
 """A stream; for several devices one for each, in the order of the devices."""
+
+
+class FollowsTransfers(Protocol):
+    """Stands for streams that a framework does not show; `kvoffload.jax.OwnedCache` is one."""
+
+    def _follow_transfers(self) -> None:
+        """Have work that the framework is given from now on follow all transfers submitted so far."""
+
+
+def follows_transfers(stream: CacheStreams | FollowsTransfers) -> TypeIs[FollowsTransfers]:
+    """Whether it stands for streams. (`isinstance` with a Protocol takes 50 us in Python 3.11.)"""
+    return hasattr(stream, "_follow_transfers")
 
 
 class BlockGroup(Protocol):

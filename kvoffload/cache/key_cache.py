@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what is imported where there are tiers
 
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 _AGAIN = "make an engine and a cache, or call open_cache again"
+FETCH_DEADLINE = 1.0  # seconds
 _HOST, _WAITS, _MISSING = "host", "pending", "missing"
 
 
@@ -358,20 +359,27 @@ class KeyCache:
             ClosedError: the cache or its engine is closed.
             RuntimeError: called inside another call of the cache, by a policy for example.
         """
+        refuse_nested(self._state.lock, "promote")
+        return self._promote(check_keys(keys, repeats=False), deadline, tenant, counted)
+
+    def _promote(self, keys: list[bytes], deadline: float | None, tenant: str, counted: bool) -> Promotion:
+        """`promote` for keys that were checked. The caller is in no call of the cache."""
         from kvoffload.cache.tiering.promotion import Promotion, PromotionRecord
 
-        refuse_nested(self._state.lock, "promote")
-        checked = check_keys(keys, repeats=False)
-        flag("counted", counted)
-        wait = None if deadline is None else to_wait("deadline", deadline)
-        if wait is not None and not wait > 0:
-            raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
-        self._state.pools.of(tenant)
+        wait = deadline  # the default of `fetch`, and those of the other arguments, need no check
+        if deadline is not None and deadline is not FETCH_DEADLINE:
+            wait = to_wait("deadline", deadline)
+            if not wait > 0:
+                raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
+        if counted is not True:
+            flag("counted", counted)
+        if tenant != "":
+            self._state.pools.of(tenant)
         self._check_open()
         until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
-        record = PromotionRecord(checked, tenant, until, self._refusing(), counted=counted)
+        record = PromotionRecord(keys, tenant, until, self._refusing(), counted=counted)
         if tiers is None:
-            self._records.bring(checked, wait)
+            self._records.bring(keys, wait)
             record.end_with_what_is_here(self._records)
         else:
             tiers.promote(record)

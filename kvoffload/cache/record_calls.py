@@ -5,7 +5,6 @@ A call (`guarded`) takes the lock, brings the state up to date, and reports even
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
@@ -486,11 +485,14 @@ class RecordCalls:
         return found
 
     @guarded
-    def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
-        """Count a promotion as a lookup of its keys that found `found` leading ones, some of these in tiers."""
-        keys, found, in_tiers = given
-        self._state.filter.note(key for key in keys[found:] if key not in self._state.table.of)
-        self._state.recorder.note_promotion(keys, found, in_tiers)
+    def note_promotion(self, given: tuple[list[bytes], int, list[str]]) -> None:
+        """Count a promotion as a lookup of its keys that found `found` leading ones. `given`: keys, found, and for each
+        hit that a tier has brought the name of that tier.
+        """
+        (keys, found, in_tiers), state = given, self._state
+        if state.filter.store_after:
+            state.filter.note(key for key in keys[found:] if key not in state.table.of)
+        state.recorder.note_promotion(keys, found, in_tiers)
 
 
 def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationRecord]:

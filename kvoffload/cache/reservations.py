@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from kvoffload.cache.engines import CacheStreams
+from kvoffload.cache.engines import CacheAfter, CacheStreams
 from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.engine.callbacks import Callbacks, Waitable
@@ -24,6 +24,7 @@ from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
+from kvoffload.planning.layer_groups import PartsLike
 
 
 class EndsRecords(Protocol):
@@ -427,6 +428,32 @@ class CacheRequest:
 
     def __repr__(self) -> str:
         return f"CacheRequest({len(self._record.keys)} keys, {'ended' if self.ended else 'open'})"
+
+
+class LoadArguments(NamedTuple):
+    """The checked arguments of a load, on their way from `BlockCache.fetch` or `Promotion.load` to the engine.
+
+    Attributes:
+        keys: a list of the cache's own.
+        blocks: for each group the target ids, int64, (keys, blocks_per_slot).
+        after: from `Engine.resolve`.
+        parts: as given.
+        request: the open request that the keys belong to once they are loaded; None: none.
+        pending: load keys whose store has not ended, too.
+    """
+
+    keys: list[bytes]
+    blocks: list[Int64Array]
+    after: CacheAfter
+    parts: PartsLike
+    request: CacheRequest | None
+    pending: bool = False
+
+    def leading(self, count: int) -> LoadArguments:
+        """Return the arguments for the first `count` keys."""
+        if count == len(self.keys):
+            return self
+        return self._replace(keys=self.keys[:count], blocks=[ids[:count] for ids in self.blocks])
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:

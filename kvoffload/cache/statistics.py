@@ -214,12 +214,13 @@ class StatisticsRecorder:
             self.announce("hit", keys[:found])
             self.announce("miss", keys[found:])
 
-    def note_promotion(self, keys: Sequence[bytes], found: int, in_tiers: Counter[str]) -> None:
-        """As `note_lookup`, for a promotion that has ended. `in_tiers`: the hits of each tier; all others were in the
-        host.
+    def note_promotion(self, keys: Sequence[bytes], found: int, in_tiers: Sequence[str]) -> None:
+        """As `note_lookup`, for a promotion that has ended. `in_tiers`: the tier's name for each hit that one has
+        brought; all others were in the host.
         """
         self.note_lookup(keys, found)
-        self._hits_in_tiers.update(in_tiers)
+        if in_tiers:
+            self._hits_in_tiers.update(in_tiers)
 
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
         now, each = time.monotonic(), self._stored_at_each

@@ -22,7 +22,7 @@ from kvoffload.layout.dtypes import NARROW_BYTES
 
 
 def import_jax() -> Any:
-    """The package `jax`; CapabilityError says what to install if it cannot be imported."""
+    """Import and return `jax`; CapabilityError says what to install if that fails."""
     try:
         import jax
         import jax.numpy
@@ -80,7 +80,7 @@ def import_memory(memory: DeviceArray | Adopted, after: Any, engines: Sequence[D
 
 
 def zeroed(devices: Sequence[Device], nbytes: int) -> tuple[DeviceBuffer, ...]:
-    """Zeros on each device. Fresh memory may hold NaN, which multiplying by a mask of zeros does not remove."""
+    """Allocate zeros on each device. Fresh memory may hold NaN, which a mask of zeros does not remove."""
     memories: list[DeviceBuffer] = []
     try:
         for device in devices:
@@ -95,7 +95,7 @@ def zeroed(devices: Sequence[Device], nbytes: int) -> tuple[DeviceBuffer, ...]:
 
 
 def address_of(array: Any) -> int:
-    """Address of a `jax.Array` that is on one device.
+    """Return the address of a `jax.Array` that is on one device.
 
     On the CPU, JAX would wait for its computation without giving up the GIL, which the end of that computation needs if
     it frees imported memory.
@@ -176,7 +176,7 @@ def follow(array: Any, stream: int | None) -> Any:
 
 @lru_cache
 def _reinterpret(dtype: str, place: Any) -> Any:
-    """A function that reinterprets memory in place as `dtype`. `place`: the sharding of its argument and result."""
+    """Return a function that reinterprets memory in place as `dtype`. `place`: its sharding before and after."""
     jax = import_jax()
     target = jax.numpy.dtype(dtype)
     return jax.jit(

@@ -90,7 +90,7 @@ class Leaf(NamedTuple):
 def as_leaves(
     shapes: Any, dtype: DTypeLike | None, sharding: Any, groups: Any, *, several: bool
 ) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
-    """The wanted arrays, the structure of their tree, and what `shapes` has for each; arguments as for `OwnedCache`."""
+    """Return the wanted arrays, the structure of their tree, and what `shapes` has for each; see `OwnedCache`."""
 
     def is_shape(node: Any) -> bool:  # and no list or tuple of shapes
         return (
@@ -157,7 +157,7 @@ class Description(NamedTuple):
                 )
 
     def layout(self, leaves: Sequence[Leaf], parts: Sequence[Any]) -> KVLayout:
-        """The layout of one device: each leaf's part there has an `address`, and a `buffer`, which its planes keep."""
+        """Return the layout of one device, where each leaf's part has an `address`, and a `buffer` that planes keep."""
         groups: list[list[Plane]] = [[] for _ in {leaf.group for leaf in leaves}]
         counting = [axis for axis in (self.plane_axis, self.block_axis) if axis is not None]
         views: list[ArrayView] = []
@@ -190,7 +190,7 @@ class Description(NamedTuple):
 
 
 def jax_devices(devices: Sequence[Device], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
-    """JAX's device for each of ours; () without a sharding. LayoutError if a sharding is over other devices."""
+    """Return JAX's device for each of ours, () without a sharding. LayoutError: a sharding is over others."""
     if leaves[0].sharding is None:
         return ()
 
@@ -230,7 +230,7 @@ class Mesh(NamedTuple):
 
 
 def meshes_of(leaves: Sequence[Leaf]) -> list[Mesh]:
-    """One for all leaves, unless their shardings have the devices in different orders."""
+    """Return one mesh for all leaves, or several if their shardings have the devices in different orders."""
     jax = import_jax()
     orders: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -255,12 +255,12 @@ def how_to_donate() -> str:
 
 
 def shards_of(array: Any) -> dict[Any, Any]:
-    """The shard of a `jax.Array` on each of its devices, as an array there. Does not wait."""
+    """Return the shard of a `jax.Array` on each of its devices, as an array there. Does not wait."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _divided(shape: tuple[int, ...], sharding: Any, *, several: bool) -> tuple[Any, tuple[int, ...]]:
-    """The NamedSharding of an array (None: it is on one device), and the shape of its part on each device."""
+    """Return the NamedSharding of an array (None: on one device), and the shape of its part on each device."""
     shardings = import_jax().sharding
     if not several and (sharding is None or isinstance(sharding, shardings.SingleDeviceSharding)):
         return None, shape

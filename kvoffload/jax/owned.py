@@ -248,7 +248,7 @@ class OwnedCache:
         return any(map(_is_deleted, self._latest))
 
     def after(self, *results: Any) -> tuple[Any, ...]:
-        """Arrays for the argument `after` of a transfer, which then follows the cache's last update and `results`.
+        """Return arrays for the argument `after` of a transfer, which then follows the last update and `results`.
         Without results it is the same as `after=cache`.
 
         Args:
@@ -301,7 +301,7 @@ class OwnedCache:
         return capsules[-1]
 
     def _followed_arrays(self) -> Sequence[Any]:
-        """Arrays that are ready when all of the cache are; see the module."""
+        """Return arrays that are ready when all of the cache are; see the module."""
         latest = self._latest
         if len(latest) == 1:
             return latest
@@ -354,7 +354,7 @@ class OwnedCache:
         self._replaced = ()
 
     def _import(self, previous: Sequence[Any]) -> Sequence[Any]:
-        """The memory as new arrays. Computations with them follow the transfers so far, and on each device the
+        """Import the memory as new arrays. Computations with them follow the transfers so far, and on each device the
         computations of `previous`: an array or None for each leaf."""
         arrays = []
         for leaf, parts, array in zip(self._leaves, self._parts, previous, strict=True):
@@ -373,7 +373,7 @@ class OwnedCache:
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def _shards(self, array: Any) -> list[Any]:
-        """The shard of an array on each device, in the order of the devices."""
+        """Return the shard of an array on each device, in the order of the devices."""
         if not self._jax_devices:
             return [array]
         shards = shards_of(array)
@@ -383,19 +383,19 @@ class OwnedCache:
         return [address_of(shard) for shard in self._shards(array)]
 
     def _engines(self) -> list[list[DeviceUser]]:
-        """For each device the engines over the memory there."""
+        """Return for each device the engines over the memory there."""
         ranges = zip(self.devices, self._ends, strict=True)
         return [device.engines_over(start, end - start) for device, (start, end) in ranges]
 
     def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
-        """How many transfers each engine over this memory was given; differs after each submitted transfer."""
+        """Return how many transfers each engine over this memory was given; differs after each of them."""
         engines = itertools.chain(*self._engines())
         return frozenset((weakref.ref(engine), count) for engine in engines if (count := engine.submitted))
 
     # setting
 
     def _checked(self, new: Any) -> Sequence[Any]:
-        """The arrays of an update, in the order of the tree. Raises LayoutError, see `arrays`."""
+        """Return the arrays of an update, in the order of the tree. Raises LayoutError, see `arrays`."""
         try:
             arrays: Sequence[Any] = self._structure.flatten_up_to(new)
         except ValueError:

@@ -12,7 +12,6 @@ from tiering import SECONDS, Bench, keys, tiered
 
 from kvoffload import NO_WAIT
 from kvoffload.cache.tiering.below import ComputeTime
-from kvoffload.testing import FaultyTier
 from kvoffload.tiers import Outcome
 
 
@@ -87,14 +86,6 @@ def test_a_request_that_went_away_is_forgotten() -> None:
         clock.now += 0.5
         compute.stored(keys([number]))
     assert compute.seconds_per_key == pytest.approx(0.5)
-
-
-def test_keys_that_no_fetch_has_missed_say_nothing() -> None:
-    compute, clock = measured()
-    for number in range(20):
-        compute.stored(keys([number]))
-        clock.now += 1.0
-    assert compute.seconds_per_key is None
 
 
 def test_it_stays_bounded() -> None:
@@ -180,18 +171,6 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked(seconds: float, asked
         assert job.wait(SECONDS) == (4 if asked else 0)
         assert (tier.reads > reads) is asked
         assert (bench.cache.tier_statistics()[0].slower == 4) is not asked
-
-
-def test_no_fetch_waits_longer_than_computing_takes() -> None:
-    tier, clock = FaultyTier(), Clock()
-    with tiered(tier) as bench:
-        bench.manager.compute.clock = clock
-        for number in range(8):
-            serve(bench, clock, number, 0.06)  # 30 ms a key
-        bench.cache.clear(below=False)
-        tier.hang_all()
-        job = bench.cache.fetch(keys([1000, 1001]), bench.blocks([0, 1]), after=NO_WAIT, deadline=None)
-        assert job.wait(SECONDS) == 0, "with a hanging tier and no deadline"
 
 
 def test_a_promotion_that_is_no_fetch_measures_nothing() -> None:

@@ -100,17 +100,6 @@ def test_arrays_that_were_read_too_early_are_gone_and_not_stale(jax: Any, device
         assert found(owned.arrays) == LOADED
 
 
-def test_hits_before_arrays_is_the_other_way(jax: Any, device: kvoffload.Device) -> None:
-    with waiting(jax, device) as (step, owned, tier, fetch):
-        job = fetch()
-        tier.permit()
-        assert job.hits == 2
-        arrays = owned.arrays
-        assert found(arrays) == LOADED
-        owned.arrays = step(arrays, 3, 7.0)
-        assert found(owned.arrays) == LOADED
-
-
 def test_a_step_that_has_the_arrays_meanwhile_keeps_them(jax: Any, device: kvoffload.Device) -> None:
     """Until its result is set, there is nothing to renew."""
     with waiting(jax, device) as (step, owned, tier, fetch):

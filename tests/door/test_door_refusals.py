@@ -170,7 +170,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host, Path], dict[str, 
         lambda *_: {"disk_bytes": "64G"},
     ),
     "a pool of no unit": (ValueError, r"^pool_bytes must be .*\"64GiB\", got '64G'", lambda *_: {"pool_bytes": "64G"}),
-    "a pool of no size": (ValueError, r"^pool_bytes must be .* got 1000000000.0", lambda *_: {"pool_bytes": 1e9}),
     "no slots above a disk": (CapacityError, r"raise pool_bytes", lambda *_: {"pool_bytes": 0}),
     "two tiers of a name": (
         ValueError,
@@ -182,7 +181,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Host, Path], dict[str, 
         "^device must be a list of devices from open_device",
         lambda *_: {"device": "cuda:0"},
     ),
-    "no devices": (ValueError, r"^device must be the open devices of the layout, 1 of them", lambda *_: {"device": []}),
 }
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Gate
-from interrupts import interrupt_at
 from seeds import rest_long, seeds
 from tier_classes import DictTier, GatedTier
-from tiering import DESCRIBED, SECONDS, Bench, RaisingTier, key, keys, tiered, until
+from tiering import DESCRIBED, SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import (
     NO_WAIT,
@@ -28,7 +27,6 @@ from kvoffload import (
     ClosedError,
     LayoutError,
     OffloadEngine,
-    Status,
     Tenant,
     TransferError,
     chain_keys,
@@ -46,6 +44,16 @@ def fetch(bench: Bench, numbers: Any, **options: Any) -> FetchJob:
     for block in range(len(wanted)):
         bench.write(block, UNDEFINED)
     return bench.cache.fetch(keys(wanted), bench.blocks(range(len(wanted))), after=NO_WAIT, **options)
+
+
+@contextmanager
+def another(max_in_flight: int = 64, **options: Any) -> Iterator[Bench]:
+    """A cache of four keys over an engine of its own, without tiers if `options` name none."""
+    with tiered() as other:
+        layout, device = other.engine.layout, other.device
+        given: dict[str, Any] = {"num_slots": 4, "staging_bytes": 0, "max_in_flight": max_in_flight}
+        with OffloadEngine(layout, device=device, **given) as engine, BlockCache(engine, **options) as cache:
+            yield Bench(device, other.planes, engine, cache)
 
 
 def check(bench: Bench, job: FetchJob, numbers: Any, hits: int) -> None:
@@ -110,69 +118,39 @@ def test_drain_waits_for_a_fetch_whose_job_was_lost() -> None:
 
 
 def test_drain_waits_for_transfers_whose_jobs_were_lost() -> None:
-    with tiered() as other:
-        layout, device = other.engine.layout, other.device
-        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine, BlockCache(engine) as cache:
-            bench = Bench(device, other.planes, engine, cache)
-            bench.store([1])
-            for call in (cache.keep, cache.fetch):
-                with device.stream() as stream:
-                    gate = Gate(device)
-                    gate.hold(stream.handle)
-                    call(keys([1 if call == cache.fetch else 2]), bench.blocks([1]), after=stream)
-                    drained = cache.drain(0.02)
-                    gate.open()
-                    assert not drained, "the blocks are in use"
-                    assert cache.drain(SECONDS)
-                    assert engine.in_flight == 0
-                    gate.close()
+    with another() as bench:
+        bench.store([1])
+        for call in (bench.cache.keep, bench.cache.fetch):
+            with bench.device.stream() as stream:
+                gate = Gate(bench.device)
+                gate.hold(stream.handle)
+                call(keys([1 if call == bench.cache.fetch else 2]), bench.blocks([1]), after=stream)
+                drained = bench.cache.drain(0.02)
+                gate.open()
+                assert not drained, "the blocks are in use"
+                assert bench.cache.drain(SECONDS)
+                assert bench.engine.in_flight == 0
+                gate.close()
 
 
 def test_without_tiers() -> None:
-    with tiered(DictTier()) as other:
-        layout, device = other.engine.layout, other.device
-        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=0) as engine, BlockCache(engine) as cache:
-            bench = Bench(device, other.planes, engine, cache)
-            bench.store(range(3))
-            check(bench, fetch(bench, range(5)), range(3), 3)
-            assert counts(bench) == (5, 3, 3)
-            check(bench, fetch(bench, [7, 8]), [], 0)
-            check(bench, fetch(bench, []), [], 0)
-            threads = threading.active_count()
+    with another() as bench:
+        bench.store(range(3))
+        check(bench, fetch(bench, range(5)), range(3), 3)
+        assert counts(bench) == (5, 3, 3)
+        check(bench, fetch(bench, [7, 8]), [], 0)
+        check(bench, fetch(bench, []), [], 0)
+        threads = threading.active_count()
 
-            async def main() -> list[int]:
-                return await asyncio.gather(*(within(fetch(bench, range(3))) for _ in range(20)))
+        async def main() -> list[int]:
+            return await asyncio.gather(*(within(fetch(bench, range(3))) for _ in range(20)))
 
-            assert asyncio.run(main()) == [3] * 20
-            assert threading.active_count() <= threads + 1, "one thread waits for all"
+        assert asyncio.run(main()) == [3] * 20
+        assert threading.active_count() <= threads + 1, "one thread waits for all"
 
 
 async def within(job: FetchJob) -> int:
     return await job
-
-
-def test_it_is_awaited() -> None:
-    with tiered(DictTier()) as bench:
-        bench.written(range(3))
-
-        async def main() -> int:
-            return await fetch(bench, range(4))
-
-        assert asyncio.run(main()) == 3
-        assert all(bench.holds(block, block) for block in range(3))
-
-
-def test_callbacks() -> None:
-    tier = GatedTier()
-    with tiered(tier) as bench:
-        tier.permit(1)
-        bench.written([0])
-        told: list[FetchJob] = []
-        job = fetch(bench, [0], deadline=None)
-        job.add_done_callback(told.append)
-        assert told == []
-        tier.permit()
-        until(lambda: told == [job])
 
 
 def test_a_stream_follows_the_load_and_waits_for_no_tier() -> None:
@@ -217,24 +195,6 @@ def test_a_deadline_that_passes_leaves_what_came() -> None:
         tier.permit()
         check(bench, job, [0], 1)
         assert not bench.holds(1, 1), "nothing writes blocks after the end"
-
-
-def test_a_hanging_tier_shortens_it_and_the_next_one_is_soon() -> None:
-    tier = FaultyTier()
-    with tiered(tier) as bench:
-        bench.written(range(2))
-        tier.hang_all()
-        assert fetch(bench, range(2), deadline=0.05).wait(SECONDS) == 0
-        assert fetch(bench, range(2), deadline=None).wait(SECONDS) == 0, "it is not asked again while its call hangs"
-        tier.heal()
-        until(lambda: fetch(bench, range(2)).wait(SECONDS) == 2, "the tier is used again")
-
-
-@pytest.mark.parametrize("raising", ["get", "contains", "statistics"])
-def test_a_tier_that_raises_is_a_miss(raising: str) -> None:
-    with tiered(RaisingTier({raising})) as bench:
-        bench.store([0])
-        check(bench, fetch(bench, [0, 1]), [0], 1)
 
 
 def test_no_key_is_waited_for_longer_than_computing_it() -> None:
@@ -283,57 +243,34 @@ def test_a_failed_load_raises_and_the_keys_stay() -> None:
 
 def test_a_load_that_the_thread_cannot_submit_raises_from_the_job() -> None:
     tier = GatedTier()
-    with tiered(DictTier()) as other:
-        layout, device = other.engine.layout, other.device
-        options: dict[str, Any] = {"num_slots": 4, "staging_bytes": 0, "max_in_flight": 1}
-        with (
-            OffloadEngine(layout, device=device, **options) as engine,
-            BlockCache(engine, policy="lru", tiers=[tier], write="through") as cache,
-        ):
-            bench = Bench(device, other.planes, engine, cache)
-            tier.permit(1)
-            bench.written([0])
-            gate = Gate(device)
-            with device.stream() as stream:
-                job = fetch(bench, [0], deadline=None)
-                gate.hold(stream.handle)
-                first = cache.keep(keys([1]), [5], after=stream)
-                tier.permit()
-                for call in (job.wait, lambda: job.hits, lambda: job.order_before(stream)):
-                    with pytest.raises(CapacityError, match="max_in_flight"):
-                        call()
-                assert job.done
-                assert isinstance(job.error, CapacityError)
-                gate.open()
-                first.wait(SECONDS)
-            gate.close()
-            assert nothing_held(bench)
-            check(bench, fetch(bench, [0]), [0], 1)
-
-
-def test_a_key_that_is_removed_meanwhile_does_not_come() -> None:
-    tier = GatedTier()
-    with tiered(tier) as bench:
+    with another(max_in_flight=1, policy="lru", tiers=[tier], write="through") as bench:
         tier.permit(1)
         bench.written([0])
-        job = fetch(bench, [0], deadline=None)
-        until(lambda: tier.begun[-1][0] == "read")
-        bench.cache.remove(keys([0]), below=False)
-        tier.permit()
-        check(bench, job, [], 0)
+        gate = Gate(bench.device)
+        with bench.device.stream() as stream:
+            job = fetch(bench, [0], deadline=None)
+            gate.hold(stream.handle)
+            first = bench.cache.keep(keys([1]), [5], after=stream)
+            tier.permit()
+            for call in (job.wait, lambda: job.hits, lambda: job.order_before(stream)):
+                with pytest.raises(CapacityError, match="max_in_flight"):
+                    call()
+            assert job.done
+            assert isinstance(job.error, CapacityError)
+            gate.open()
+            first.wait(SECONDS)
+        gate.close()
+        assert nothing_held(bench)
+        check(bench, fetch(bench, [0]), [0], 1)
 
 
 def test_a_key_that_is_removed_between_its_promotion_and_its_load_gives_no_hits() -> None:
-    with tiered(DictTier()) as bench:
-        bench.store(range(2))
-        promote = bench.cache.promote
-
-        def promote_and_lose(*arguments: Any, **options: Any) -> Any:
-            promotion = promote(*arguments, **options)
+    def lose(event: CacheEvent) -> None:
+        if event.kind == "hit":
             bench.cache.remove(keys([1]), below=False)
-            return promotion
 
-        bench.cache.promote = promote_and_lose  # type: ignore[method-assign]
+    with tiered(DictTier(), on_event=lose) as bench:
+        bench.store(range(2))
         check(bench, fetch(bench, range(2)), [], 0)
 
 
@@ -353,10 +290,11 @@ def test_cancelled_before_anything_came() -> None:
         assert job.wait(SECONDS) == 0
         assert job.hits == 0
         assert not bench.holds(0, 0), "what is in slots is not loaded either"
+        for block in range(2):
+            bench.write(block, 77)
         tier.permit()
         assert nothing_held(bench)
-        bench.write(0, 77)
-        assert fetch(bench, [9]).wait(SECONDS) == 0
+        assert all(bench.holds(block, 77) for block in range(2)), "what the tier brings late goes to no block"
 
 
 def test_cancelled_while_it_is_being_loaded_and_after() -> None:
@@ -405,11 +343,14 @@ def test_closed_with_fetches_in_flight() -> None:
         bench.written([1])
         bench.store([0])
         assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
+        before = counts(bench)
         jobs = [fetch(bench, wanted, deadline=None) for wanted in ([0, 1], [1], [0])]
         threading.Timer(0.05, tier.permit).start()
         assert bench.cache.close(SECONDS)
-        assert [job.wait(SECONDS) for job in jobs][2] == 1
+        hits = [job.wait(SECONDS) for job in jobs]
+        assert hits[2] == 1
         assert all(job.done for job in jobs)
+        assert (counts(bench)[0] - before[0], counts(bench)[1] - before[1]) == (4, sum(hits))
         with pytest.raises(ClosedError, match="closed"):
             fetch(bench, [0])
 
@@ -455,8 +396,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Bench], object]]] = {
         r"tenant must be one of '', got \[\]",
         lambda b: b.cache.keep(keys([0]), [3], after=NO_WAIT, tenant=[]),  # type: ignore[arg-type]
     ),
-    "kept twice": (LayoutError, "keys", lambda b: b.cache.keep(keys([0, 0]), [3, 4], after=NO_WAIT)),
-    "kept elsewhere": (LayoutError, "blocks", lambda b: b.cache.keep(keys([0]), [99], after=NO_WAIT)),
 }
 
 
@@ -473,21 +412,17 @@ def test_a_refusal_changes_nothing(case: str) -> None:
 
 
 def test_without_room_in_the_engine_it_raises() -> None:
-    with tiered(DictTier()) as other:
-        layout, device = other.engine.layout, other.device
-        options: dict[str, Any] = {"num_slots": 4, "staging_bytes": 0, "max_in_flight": 1}
-        with OffloadEngine(layout, device=device, **options) as engine, BlockCache(engine) as cache:
-            bench = Bench(device, other.planes, engine, cache)
-            bench.store([0])
-            gate = Gate(device)
-            with device.stream() as stream:
-                gate.hold(stream.handle)
-                first = cache.fetch(keys([0]), [5], after=stream)
-                with pytest.raises(CapacityError, match="max_in_flight"):
-                    cache.fetch(keys([0]), [6], after=NO_WAIT)
-                gate.open()
-                check(bench, first, [], 1)
-            gate.close()
+    with another(max_in_flight=1) as bench:
+        bench.store([0])
+        gate = Gate(bench.device)
+        with bench.device.stream() as stream:
+            gate.hold(stream.handle)
+            first = bench.cache.fetch(keys([0]), [5], after=stream)
+            with pytest.raises(CapacityError, match="max_in_flight"):
+                bench.cache.fetch(keys([0]), [6], after=NO_WAIT)
+            gate.open()
+            check(bench, first, [], 1)
+        gate.close()
 
 
 def test_inside_another_call_it_is_refused() -> None:
@@ -550,22 +485,6 @@ def test_each_key_is_counted_once_whatever_becomes_of_it(seed: int) -> None:
         assert told.total() == now.hits
         assert all(job.done for job in sent)
         tier.heal()
-
-
-def test_a_fetch_that_close_ends_is_counted() -> None:
-    tier = GatedTier()
-    with tiered(tier) as bench:
-        tier.permit(2)
-        bench.written([1])
-        bench.store([0])
-        assert bench.cache.drain(SECONDS), "no write keeps the tier busy"
-        before = counts(bench)
-        job = fetch(bench, [0, 1], deadline=None)
-        until(lambda: tier.begun[-1][0] == "read")
-        threading.Timer(0.05, tier.permit).start()
-        assert bench.cache.close(SECONDS)
-        hits = job.wait(SECONDS)
-        assert (counts(bench)[0] - before[0], counts(bench)[1] - before[1]) == (2, hits)
 
 
 # requests -----------------------------------------------------------------------------------------------------------
@@ -677,33 +596,6 @@ def test_awaiting_it() -> None:
         assert nothing_held(bench)
 
 
-def test_cancelling_it_frees_the_blocks_at_once() -> None:
-    with hanging() as (bench, tier):
-        job = fetch(bench, range(2), deadline=None)
-        until(lambda: tier.hung)
-        job.cancel()
-        assert job.wait(SECONDS) == 0
-        assert job.done
-        for block in range(2):
-            bench.write(block, 77)
-        tier.heal()
-        until(lambda: not tier.hung)
-        assert nothing_held(bench)
-        assert all(bench.holds(block, 77) for block in range(2)), "what the tier brings late goes to no block"
-
-
-def test_awaiting_one_that_is_cancelled() -> None:
-    async def main(bench: Bench) -> int:
-        job = fetch(bench, range(2), deadline=None)
-        task = asyncio.create_task(within(job))
-        await asyncio.sleep(0.02)
-        job.cancel()
-        return await task
-
-    with hanging() as (bench, _):
-        assert asyncio.run(main(bench)) == 0
-
-
 # keep, keys -----------------------------------------------------------------------------------------------------------
 
 
@@ -732,49 +624,6 @@ def test_keys_are_those_of_chain_keys() -> None:
 
 
 # interrupts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["slots", "tier", "keep", "hits", "cancel"])
-@pytest.mark.parametrize("first", rest_long(range(1, 4), 1))
-def test_an_interrupted_call_leaves_everything_working(place: str, first: int) -> None:
-    tier = DictTier()
-    with tiered(tier, capacity=8) as bench:
-        bench.written(range(2))
-        kept: list[Any] = []
-
-        def call() -> None:
-            if place == "keep":
-                kept.append(bench.cache.keep(keys([20]), [0], after=NO_WAIT))
-                return
-            job = bench.cache.fetch(keys([0, 1]), [6, 7], after=NO_WAIT)
-            kept.append(job)
-            if place == "hits":
-                kept.append(job.hits)
-            elif place == "cancel":
-                job.cancel()
-
-        for number in range(first, 1200, 3):
-            if place == "slots":
-                bench.cache.promote(keys([0, 1])).wait(SECONDS)
-            outcome = interrupt_at(number, call)
-            kept.clear()
-            bench.engine.drain(SECONDS)
-            assert bench.cache.drain(SECONDS)
-            bench.write(6, UNDEFINED)
-            job = bench.cache.fetch(keys([0, 1]), [6, 7], after=NO_WAIT)
-            assert job.wait(SECONDS) == 2, outcome
-            assert bench.holds(6, 0)
-            del job
-            bench.cache.remove(keys([20]))
-            bench.cache.clear(below=False)
-            until(lambda: bench.cache.statistics().pinned == 0 or gc.collect() < 0, "the end of holds")
-            assert bench.cache.status([key(20)]) == [Status.MISS]
-            bench.cache.check()
-            if outcome.point is None:
-                assert number > 3
-                break
-        else:
-            assert place == "hits", "other calls do not poll"
 
 
 def test_more_fetches_than_wait_streams_may_wait_for_a_tier() -> None:

@@ -164,15 +164,6 @@ def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(make: Make, jax: 
     assert (copied.view(np.float32) == 1).all()
 
 
-def test_a_host_copy_from_before_a_load_is_not_seen(make: Make, device: kvoffload.Device) -> None:
-    cache = make()
-    with OffloadEngine(cache.layout, device=device, num_slots=2, staging_bytes=0) as engine:
-        for value in (3, 4):
-            engine.slots[0].view(np.float32)[:] = value
-            engine.load([0], [1], after=cache)
-            assert (planes_of(cache)[:, 1] == value).all()  # JAX remembers it on the array
-
-
 @pytest.mark.usefixtures("jax")
 def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
     axes: Any = {"plane_axis": 1, "block_axis": 0, "tokens_per_block": 16, "block_axes": ("tokens", "heads", "dim")}
@@ -187,15 +178,6 @@ def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
         kvoffload.chain_keys(range(32), layout=bare.layout, salt="model")
 
 
-@pytest.mark.usefixtures("jax")
-def test_tokens_of_a_block_are_those_of_its_keys(device: kvoffload.Device) -> None:
-    axes: Any = {"plane_axis": 1, "block_axis": 0, "block_axes": ("tokens", "heads", "dim")}
-    shape, dtype = (8, 2, 16, 4, 8), "float32"
-    assert OwnedCache(device, shape, dtype, tokens_per_block=16, **axes).layout.tokens_per_block == 16
-    with pytest.raises(kvoffload.LayoutError, match="tokens_per_block is 32, but the axis 'tokens'"):
-        OwnedCache(device, shape, dtype, tokens_per_block=32, **axes)
-
-
 def test_options_of_a_cache_are_named_in_its_signature() -> None:
     cache = OwnedCache
     parameters = inspect.signature(cache).parameters
@@ -205,16 +187,6 @@ def test_options_of_a_cache_are_named_in_its_signature() -> None:
     assert cache.__doc__ is not None
     assert all(name in cache.__doc__ for name in named)
     assert "needed for keys" in cache.__doc__
-
-
-def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
-    with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(2, 4, 8\), got float32 of \(1"):
-        cache.arrays = cache.arrays[:1]
-    with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape .* got int32"):
-        cache.arrays = jax.numpy.zeros((2, 4, 8), "int32")
-    with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got list"):
-        cache.arrays = [1]
 
 
 def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:

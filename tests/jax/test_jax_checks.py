@@ -30,20 +30,10 @@ def owned(device: kvoffload.Device) -> OwnedCache:
 def test_what_is_set_must_be_an_update(jax: Any, device: kvoffload.Device) -> None:
     cache, jnp = owned(device), jax.numpy
     before = cache.arrays
-    with pytest.raises(
-        LayoutError, match=r"array must be float32 of shape \(4, 6, 8\), got float32 of \(4, 3, 8\): set"
-    ):
-        cache.arrays = jnp.zeros((4, 3, 8))
     with pytest.raises(LayoutError, match=r"array must be float32 of shape .*, got float16 of .*: set it to the updat"):
         cache.arrays = jnp.zeros(SHAPE, "float16")
-    with pytest.raises(LayoutError, match=r"array must be a jax\.Array, got ndarray: set it to the updated cache"):
-        cache.arrays = np.zeros(SHAPE, "float32")
     with pytest.raises(LayoutError, match=r"array must be a jax\.Array, got ShapeDtypeStruct"):
         cache.arrays = jax.ShapeDtypeStruct(SHAPE, "float32")
-    deleted = jnp.zeros(SHAPE)
-    deleted.delete()
-    with pytest.raises(LayoutError, match=r"array was deleted, .*: float32 of shape \(4, 6, 8\); pass the array that"):
-        cache.arrays = deleted
 
     def traced(array: Any) -> Any:
         cache.arrays = array

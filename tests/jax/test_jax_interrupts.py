@@ -116,25 +116,6 @@ def test_following_it(owned: Owned) -> None:
         assert all((pool[1, :nbytes].view(np.float32) == 9).all() for pool in owned.pools)
 
 
-def test_it_recovers_when_the_result_of_a_step_is_lost(owned: Owned) -> None:
-    """As after an interrupt between a step and the assignment of its result."""
-    cache, engine = owned.cache, owned.engine
-    owned.update(cache.arrays, 5.0)
-    assert cache.is_deleted()
-    of_several = r"the cache's array was donated, and no result was set: set cache\.array"
-    with pytest.raises(ValueError, match="after was deleted" if len(owned.pools) == 1 else of_several):
-        engine.store([0], [0], after=cache)
-    assert engine.submitted == 0
-    with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set") as caught:
-        array = cache.arrays
-    assert [each.filename for each in caught] == [__file__]
-    assert not any(each.is_deleted() for each in leaves(array))
-    cache.arrays = owned.update(array, 5.0)
-    engine.store([2], [0], after=cache)
-    engine.load([0], [3], after=cache)
-    assert (planes_of(cache)[:, 3] == 5).all()
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_jax: Any, gpu_device: kvoffload.Device) -> None:

@@ -49,8 +49,12 @@ CALLS = {
     "cache.store": Limit(61, "a store, and the reservation that it fills"),
     "cache.store, evicting": Limit(130, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(59, "a load, and the lease of what it reads; `prefix` notes what recency would have found"),
+    "cache.fetch": Limit(
+        109, "a load, the lease that holds its keys before it is submitted, and the look-up it counts as"
+    ),
+    "cache.fetch, above a tier": Limit(115, "no tier is asked; its thread hears of the hits"),
     "cache.promote, in the tiers' thread": Limit(
-        275, "8 keys, which a tier has done at once; its share of the entries"
+        268, "8 keys, which a tier has done at once; its share of the entries"
     ),
 }
 FILES = {
@@ -59,7 +63,9 @@ FILES = {
     "cache.store": Limit(17, "those of a store, the index, its state and admission"),
     "cache.store, evicting": Limit(20, "the policy's own, too"),
     "cache.load": Limit(17, "those of a load, the index and its state"),
-    "cache.promote, in the tiers' thread": Limit(15, "the promoter, the tier's job, the index, its state and policy"),
+    "cache.fetch": Limit(21, "those of a load, the promotion in front of it, its lease and the statistics"),
+    "cache.fetch, above a tier": Limit(23, "the tiers' manager, and the hook by which it hears of hits"),
+    "cache.promote, in the tiers' thread": Limit(14, "the promoter, the tier's job, the index, its state and policy"),
 }
 CHANGES = {
     "engine.store": Limit(20, "the engine and its shard, what they ask, and the seam"),
@@ -67,7 +73,9 @@ CHANGES = {
     "cache.store": Limit(30, "those of a store; the index, its state, its entries and its policy"),
     "cache.store, evicting": Limit(48, "the policy's search goes through its model, and asks which keys have to stay"),
     "cache.load": Limit(32, "those of a load; the index, its state, its entries and its policy"),
-    "cache.promote, in the tiers' thread": Limit(160, "one reservation for each of 8 keys, settled one by one"),
+    "cache.fetch": Limit(67, "four calls of the index: hold, count, load, release"),
+    "cache.fetch, above a tier": Limit(69, "the same four calls"),
+    "cache.promote, in the tiers' thread": Limit(157, "one reservation for each of 8 keys, settled one by one"),
 }
 
 

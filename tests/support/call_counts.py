@@ -139,6 +139,23 @@ def cache_load() -> Calls:
         return _counted(lambda _: cache.load(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
 
 
+def cache_fetch() -> Calls:
+    """Of keys that are all in slots; there are no tiers."""
+    with engines() as engine:
+        return _counted_fetch(BlockCache(engine))
+
+
+def cache_fetch_above_tier() -> Calls:
+    """Of keys that are all in slots, so that no tier is asked."""
+    with engines() as engine, BlockCache(engine, tiers=[_AtOnce()], write="none") as cache:
+        return _counted_fetch(cache)
+
+
+def _counted_fetch(cache: BlockCache[OffloadEngine]) -> Calls:
+    cache.store(KEYS[0], range(BLOCKS), after=NO_WAIT).wait(10)
+    return _counted(lambda _: cache.fetch(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
+
+
 class _AtOnce(RaisingTier):
     """Has each of its jobs done when it returns, in the thread that gives it; it raises nothing."""
 
@@ -206,6 +223,8 @@ MEASURED: dict[str, Callable[[], Calls]] = {
     "cache.store": cache_store,
     "cache.store, evicting": cache_store_evicting,
     "cache.load": cache_load,
+    "cache.fetch": cache_fetch,
+    "cache.fetch, above a tier": cache_fetch_above_tier,
     "cache.promote, in the tiers' thread": promote,
 }
 

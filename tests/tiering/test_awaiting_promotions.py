@@ -8,9 +8,9 @@ import threading
 
 import pytest
 from tier_classes import DictTier, GatedTier
-from tiering import SECONDS, aligned, keys, tiered, until
+from tiering import SECONDS, keys, tiered, until
 
-from kvoffload import NO_WAIT, CacheIndex
+from kvoffload import NO_WAIT
 from kvoffload.cache.tiering import ChainedLoad, Promotion
 from kvoffload.cache.tiering.tier_manager import TierManager
 
@@ -89,13 +89,6 @@ def test_callbacks_come_from_one_thread_or_at_once() -> None:
         chained.add_done_callback(now.append)
         assert now == [chained]
         promotion.release()
-
-
-def test_an_index_promotion_is_awaited() -> None:
-    with CacheIndex(4, pools=[aligned(4)], tiers=[DictTier()], layout=None, write="through") as index:
-        index.reserve(keys([0])).commit()
-        assert index.drain(SECONDS)
-        assert asyncio.run(within(index.promote(keys([0, 1])))) == 1
 
 
 def test_a_load_that_an_interrupt_keeps_from_the_tiers_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,13 +99,6 @@ def test_only_failures_in_a_row_open_it() -> None:
     assert (breaker.state, breaker.opened) == (OPEN, 1)
 
 
-def test_asking_changes_nothing_until_a_job_is_given() -> None:
-    breaker = in_state(OPEN)
-    for _ in range(3):
-        assert breaker.usable(0.0, 0.0)
-    assert breaker.state is OPEN
-
-
 def test_pauses_double_up_to_a_minute_and_begin_anew_after_a_success() -> None:
     breaker, now, pauses = Breaker(HUNG), 0.0, []
     for _ in range(5):
@@ -220,19 +213,19 @@ def test_puts_that_fail_leave_the_tier_to_its_gets_and_gets_leave_no_puts() -> N
 
 def test_speed_is_a_moving_mean_of_recent_jobs() -> None:
     speed = TierSpeed()
-    assert speed.expected(1, 0.0) is None
+    assert speed.expected(0.0) is None
     speed.measured(10, 1.0, 0.0)
-    assert speed.expected(3, 0.0) == pytest.approx(0.3)
+    assert speed.expected(0.0) == pytest.approx(0.1)
     speed.measured(10, 2.0, 1.0)
-    assert speed.expected(1, 1.0) == pytest.approx(0.13)
+    assert speed.expected(1.0) == pytest.approx(0.13)
     speed.measured(0, 9.0, 2.0)
-    assert speed.expected(1, 2.0) == pytest.approx(0.13)
+    assert speed.expected(2.0) == pytest.approx(0.13)
 
 
 def test_an_old_measurement_says_nothing() -> None:
     speed = TierSpeed()
     speed.measured(1, 5.0, 0.0)
-    assert speed.expected(1, 30.0) == 5.0
-    assert speed.expected(1, 30.1) is None
+    assert speed.expected(30.0) == 5.0
+    assert speed.expected(30.1) is None
     speed.measured(1, 1.0, 40.0)
-    assert speed.expected(1, 40.0) == 1.0, "the old one does not count"
+    assert speed.expected(40.0) == 1.0, "the old one does not count"

@@ -6,7 +6,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
-from kvoffload import BlockCache, CacheEvent, CacheIndex, CacheStatistics
+from kvoffload import BlockCache, CacheEvent, CacheIndex, CacheStatistics, Status
 
 
 def named(name: str) -> DictTier:
@@ -39,6 +39,7 @@ def test_keys_behind_one_that_does_not_come_are_misses() -> None:
         bench.written([0, 2])
         with bench.cache.promote(keys([0, 1, 2])) as promotion:
             assert promotion.wait(SECONDS) == 1
+        assert bench.cache.status(keys([2])) == [Status.MISS], "what cannot be used does not come"
         assert counts(bench.cache.statistics()) == (3, 1, {"host": 0, "dict": 1})
 
 

@@ -178,24 +178,6 @@ def test_a_cache_that_is_garbage_leaves_nothing() -> None:
             BlockCache(engine)
 
 
-def test_a_garbage_cache_with_a_hung_call_ends_when_that_returns() -> None:
-    tier = FaultyTier()
-    with tiered() as bench:
-        layout, device = bench.engine.layout, bench.device
-        before = len(tier_threads())
-        with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-            cache = BlockCache(engine, tiers=[tier], write="through")
-            tier.hang_all()
-            cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
-            until(lambda: tier.hung)
-            del cache
-            gc.collect()
-            time.sleep(0.05)
-            assert len(tier_threads()) > before
-            tier.heal()
-            until(lambda: gc.collect() >= 0 and len(tier_threads()) == before, "the end of the threads")
-
-
 def test_closed_caches_leave_no_threads_and_no_memory() -> None:
     before = len(tier_threads())
     watched = []

@@ -180,18 +180,6 @@ def test_a_promotion_that_is_cancelled_asks_no_other_tier() -> None:
         first.heal()
 
 
-def test_another_tier_is_not_asked_if_it_is_slower_than_computing() -> None:
-    first, second = FaultyTier(), Store(local_index=True)
-    with tiered(first, second, prefill_tokens_per_second=1e12) as bench:
-        bench.written(range(3))
-        first.fail_all()
-        assert promoted(bench, [0]) == 1, "nothing is known of its speed"
-        bench.cache.clear(below=False)
-        assert promoted(bench, [1]) == 0
-        assert bench.cache.tier_statistics()[1].slower == 1
-        assert second.asked == keys([0])
-
-
 def test_a_tier_that_is_slower_than_computing_is_passed_over() -> None:
     first, second = Store("first", local_index=True), Store()
     with tiered(first, second, prefill_tokens_per_second=1e12) as bench:

@@ -105,19 +105,6 @@ def test_what_a_tier_has_lost_is_written_again_while_it_is_in_slots() -> None:
         assert all(tier.contains(keys(wanted)))
 
 
-@pytest.mark.parametrize("write", rest_long(["admitted", "through"], 1))
-def test_what_is_never_asked_for_again_is_written_at_first_and_then_no_more(write: Any) -> None:
-    with tiered(MemoryTier(1 << 20), capacity=48, write=write) as bench:
-        written = [0]
-        for request in range(160):
-            serve(bench, list(range(24 * request, 24 * request + 24)))
-            if request % 80 == 79:
-                written.append(bench.cache.tier_statistics()[0].written)
-        early, late = np.diff(written).tolist()
-        assert early > 24
-        assert (late < early / 4) == (write == "admitted"), (early, late)
-
-
 class ByTenant(MemoryTier):
     """Keeps whose each record is."""
 

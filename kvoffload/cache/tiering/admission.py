@@ -51,7 +51,7 @@ LEAST_OF_KNOWN = 0.1  # reads that the write of a block asked for before has to 
 
 
 def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
-    """The kind of a block: its uses, whether it ends its request, and, for a first use, where it lies.
+    """Return the kind of a block: its uses, whether it ends its request, and, for a first use, where it lies.
 
     Args:
         uses: 1 to `MOST_USES`; more count as `MOST_USES`.
@@ -106,11 +106,11 @@ class ReadbackModel:
         self.learn(capacity)
 
     def reused(self, kind: int, age: int, blocks: int) -> None:
-        """So many blocks of a kind were asked for again at that age, and not found in the host."""
+        """Count blocks of a kind that were asked for again at this age, and not found in the host."""
         self._uses[kind][bisect_right(self._edges, age) - 1] += blocks
 
     def waited(self, kind: int, begin: int, end: int, blocks: int) -> None:
-        """So many blocks of a kind have come from age `begin` to age `end` since they were counted last."""
+        """Count blocks of a kind that have come from age `begin` to age `end` since they were counted last."""
         row, edges, last = self._exposures[kind], self._edges, len(self._widths)
         place = bisect_right(edges, begin) - 1
         while begin < end and place < last:
@@ -150,7 +150,7 @@ class ReadbackModel:
             table[:] = [[_MODEL_FADING * count for count in row] for row in table]
 
     def _rates(self, kinds: list[int], base: list[float], weight: float) -> list[float]:
-        """For each range, uses for each block of age, of these kinds and `weight` blocks with the rates `base`."""
+        """Return for each range the uses a block of age, of these kinds and `weight` blocks with rates `base`."""
         rates = []
         for place, width in enumerate(self._widths):
             uses = sum(self._uses[kind][place] for kind in kinds)
@@ -160,7 +160,7 @@ class ReadbackModel:
 
 
 def _edges(capacity: int, longest: int) -> list[int]:
-    """Where ranges of ages begin, and where the last one ends; `capacity` is among these."""
+    """Return where ranges of ages begin, and where the last one ends; `capacity` is among these."""
     below = {round(capacity * 2 ** (-step / _RANGES_PER_DOUBLING)) for step in range(_RANGES)}
     doublings = max(0.0, log2(max(longest, 1) / capacity))
     above = {
@@ -271,7 +271,7 @@ class WriteAdmission(WriteChoice):
     # which keys to write ------------------------------------------------------------------------------------------
 
     def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        """A request with these keys has ended: returns the ones to write now, in the order of the request."""
+        """Return the keys to write now that a request with these keys has ended, in the order of the request."""
         unique = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         kinds = self._see(unique)
         self._arrived.difference_update(unique)
@@ -325,7 +325,7 @@ class WriteAdmission(WriteChoice):
         return kinds
 
     def _expose(self, left: Iterable[tuple[Sighting, int]]) -> None:
-        """So many keys of these sightings have waited since the latest round of learning."""
+        """Count keys of these sightings that have waited since the latest round of learning."""
         now, learned_at, waited = self._now, self._learned_at, self._model.waited
         for sighting, count in left:
             waited(sighting.kind, max(0, learned_at - sighting.time), now - sighting.time, count)

@@ -11,7 +11,7 @@ from kvoffload.cache.policies import PolicyChoice, Prefix
 from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.admission import WriteAdmission
-from kvoffload.cache.tiering.promotion import ChainedLoad
+from kvoffload.cache.tiering.promotion import PromotedLoad
 from kvoffload.cache.tiering.tier import Tier, TierCapabilities, check_pools
 from kvoffload.cache.tiering.tier_manager import TierManager
 from kvoffload.cache.tiering.writer import WriteBack, WriteChoice, WriteThrough
@@ -72,11 +72,11 @@ class TierPlan:
     # before there is an index ---------------------------------------------------------------------------------------
 
     def policy(self, policy: PolicyChoice) -> PolicyChoice:
-        """The policy of the index: "prefix" admits every key, since only keys with an entry can be written."""
+        """Return the policy of the index: "prefix" admits every key, since only keys with an entry can be written."""
         return (lambda capacity: Prefix(capacity, declines=False)) if policy == "prefix" else policy
 
     def hook(self, then: Callable[[CacheEvent], None] | None) -> Callable[[CacheEvent], None]:
-        """`on_event` of the index: tells the manager, which is made later, and then calls the caller's hook."""
+        """Return `on_event` for the index: it tells the manager, which is made later, then the caller's hook."""
         if then is not None and not callable(then):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
 
@@ -106,7 +106,7 @@ class TierPlan:
         layout: bytes | None,
         *,
         settle: Callable[[], bool] = lambda: False,
-        submit: Callable[[ChainedLoad], None] = lambda _: None,
+        submit: Callable[[PromotedLoad[Any]], None] = lambda _: None,
     ) -> TierManager:
         """Attach the tiers to the pools, and start the thread that moves keys. If this raises, the tiers are closed."""
         attached = list[Tier]()
@@ -135,7 +135,7 @@ class TierPlan:
         return manager
 
     def attach_engine(self, records: RecordCalls, engine: Any, cache: weakref.ref[Any]) -> TierManager:
-        """`attach` for the slots of an engine, with a cache over it."""
+        """Attach the tiers to the slots of an engine, with a cache over it; as `attach`."""
 
         def settle() -> bool:
             """Bring the cache up to date; whether stores are in flight, so that this has to be done again."""
@@ -146,9 +146,9 @@ class TierPlan:
             records.settle_ended(None)
             return bool(records._state.storing)
 
-        def submit(chained: ChainedLoad) -> None:
+        def submit(load: PromotedLoad[Any]) -> None:
             owner = cache()
-            chained._submit(None if owner is None else owner._load_checked)
+            load._submit(None if owner is None else owner._load_promoted)
 
         slots = engine.slots if isinstance(engine.slots, tuple) else (engine.slots,)
         groups = engine.layout.num_groups
@@ -170,7 +170,7 @@ class TierPlan:
 
 
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
-    """How long computing a key's blocks takes; None if the speed is not known."""
+    """Return how long computing a key's blocks takes; None if the speed is not known."""
     if tokens_per_second is None:
         return None
     number = isinstance(tokens_per_second, numbers.Real) and not isinstance(tokens_per_second, bool)

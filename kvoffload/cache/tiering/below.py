@@ -123,8 +123,8 @@ class TierBelow:
         return self._tier_statistics().longest_call >= self.hung
 
     def may_have(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether it is worth asking for. Without a local index, the tier may have any key it can
-        hold.
+        """Return for each key whether it is worth asking for. Without a local index, the tier may have any key that it
+        can hold.
         """
         return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
@@ -149,7 +149,7 @@ class TierBelow:
             self.written,
             self.not_written,
             self.dropped,
-            self.speed.expected(1, time.monotonic()),
+            self.speed.expected(time.monotonic()),
             self._tier_statistics(),
             self.puts.state,
         )
@@ -164,11 +164,11 @@ class TierBelow:
     # jobs ---------------------------------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[bytes], entries: Sequence[int], deadline: float | None, notify: Notify) -> TierJob:
-        """`Tier.get`; if it raises, all keys are FAILED."""
+        """Call `Tier.get`; if it raises, all keys are FAILED."""
         return self._given(lambda: self.tier.get(keys, entries, deadline=deadline, notify=notify), keys, entries)
 
     def put(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, notify: Notify) -> TierJob:
-        """`Tier.put`; if it raises, all keys are FAILED."""
+        """Call `Tier.put`; if it raises, all keys are FAILED."""
         self.puts.given(time.monotonic())
         return self._given(lambda: self.tier.put(keys, entries, tenant=tenant, notify=notify), keys, entries)
 
@@ -211,8 +211,8 @@ class TierBelow:
             self.answered([Outcome.DONE if Outcome.DONE in outcomes else Outcome.DECLINED])
 
     def late(self, *, begun: bool) -> None:
-        """A promotion's deadline passed. `begun`: the tier was working on one of its keys; else other calls kept it
-        busy.
+        """Note that a promotion's deadline passed. `begun`: the tier was working on one of its keys; else other calls
+        kept it busy.
         """
         self.breaker.late(time.monotonic())
         if begun:
@@ -270,20 +270,20 @@ class Breaker:
         return self.state is BreakerState.OPEN and now < self._until
 
     def given(self, now: float) -> None:
-        """The tier is given a job. Unless closed, that job is the try, for at most `hung` seconds."""
+        """Note that the tier is given a job. Unless closed, that job is the try, for at most `hung` seconds."""
         if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.TRYING
             self._until = now + self._hung
 
     def succeeded(self) -> None:
-        """A key has come, or gone, well. If the breaker is open, the job was given before, and decides nothing."""
+        """Note that a key has come, or gone, well. An open breaker stays open: the job was given before."""
         if self.state is not BreakerState.OPEN:
             self.state = BreakerState.CLOSED
             self._failures = 0
             self._pause = _FIRST_PAUSE
 
     def failed(self, now: float) -> None:
-        """The medium failed for a key, or a promotion's deadline passed while the tier worked on it."""
+        """Note that the medium failed for a key, or that a deadline passed while the tier worked on it."""
         if self.state is BreakerState.OPEN:
             return
         self._failures += 1
@@ -291,11 +291,11 @@ class Breaker:
             self._open(now, self._pause)
 
     def late(self, now: float) -> None:
-        """A promotion's deadline passed. The tier is not usable until the calls now going on have returned."""
+        """Note that a promotion's deadline passed: the tier is not usable until the calls going on now return."""
         self._late = now
 
     def undecided(self, now: float) -> None:
-        """A key was declined or cancelled, which says nothing of the tier: the next job is the try."""
+        """Note that a key was declined or cancelled, which says nothing of the tier: the next job is the try."""
         if self.state is BreakerState.TRYING:
             self._until = now
 
@@ -316,23 +316,21 @@ class TierSpeed:
     """Seconds a record while a tier fetches, measured over whole jobs. Not for several threads at a time."""
 
     def __init__(self) -> None:
-        self.seconds_per_record: float | None = None
+        self._seconds_per_record: float | None = None
         self._measured_at = 0.0
 
     def measured(self, records: int, seconds: float, now: float) -> None:
-        """A job has fetched so many records in that time, queueing included."""
+        """Record that a job fetched this many records in this many seconds, queueing included."""
         if records == 0:
             return
         latest = seconds / records
-        known = self.expected(1, now)
-        self.seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
+        known = self.expected(now)
+        self._seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
         self._measured_at = now
 
-    def expected(self, records: int, now: float) -> float | None:
-        """Seconds that fetching so many takes; None if there is no recent measurement."""
-        if self.seconds_per_record is None or now - self._measured_at > _VALID:
-            return None
-        return records * self.seconds_per_record
+    def expected(self, now: float) -> float | None:
+        """Return the seconds that fetching a record takes; None without a recent measurement."""
+        return None if now - self._measured_at > _VALID else self._seconds_per_record
 
 
 _MOST_MISSED = 1 << 16  # keys
@@ -365,7 +363,7 @@ class ComputeTime:
         self._bounds = deque[float](maxlen=_LATEST)
 
     def missed(self, keys: Sequence[bytes]) -> None:
-        """A fetch has ended without these keys."""
+        """Note that a fetch has ended without these keys."""
         now, missed = self.clock(), self._missed
         if len(missed) > _MOST_MISSED:
             missed.clear()
@@ -374,7 +372,7 @@ class ComputeTime:
                 missed[key] = now
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """A store of these keys has ended."""
+        """Note that a store of these keys has ended."""
         begun = [since for key in keys if (since := self._missed.pop(key, None)) is not None]
         if begun:
             self._bounds.append((self.clock() - min(begun)) / len(begun))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.cache.entries import Stage, Status
 from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
-from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
+from kvoffload.cache.tiering.promotion import PromotionRecord, TierGet, TierIo
 from kvoffload.cache.tiering.tier import Notify, Outcome, TierJob
 from kvoffload.errors import KVOffloadError
 
@@ -44,7 +43,7 @@ class Promoter:
         self.refused: Callable[[Sequence[bytes]], Collection[bytes]] = lambda _: ()  # those that are being removed
         self.going_on: list[PromotionRecord] = []
         self._occupying: list[weakref.ref[PromotionRecord]] = []  # that have reserved entries
-        self._settled = 0  # keys of fetches
+        self._settled = 0  # keys of gets whose outcome was collected, or given up
         self._late: list[tuple[TierJob, int]] = []  # keys that were given up before their outcome
 
     @property
@@ -58,30 +57,6 @@ class Promoter:
         self.going_on.append(record)
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
-
-    def ends_at_once(self, record: PromotionRecord) -> bool:
-        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first
-        missing one.
-
-        Any thread may call it, without the manager's lock: it uses only the index and the new record.
-        """
-        keys, table = record.keys, self._records._state.table
-        of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
-        if not keys or (pending and not pending.keys().isdisjoint(keys)):
-            return False
-        present = [key for key in keys if key in of]
-        missing = next((position for position, key in enumerate(keys) if key not in of), len(keys))
-        if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
-            return False
-        try:
-            if present:
-                record.leases.append(self._records.acquire((present, False)))
-        except KVOffloadError:  # evicted since
-            return False
-        record.ready = missing
-        self._count(record)
-        record.end()
-        return True
 
     def advance(self) -> list[PromotionRecord]:
         """Collect outcomes, act on deadlines; returns the promotions that have ended.
@@ -111,46 +86,41 @@ class Promoter:
                 self._look(record, record.awaited)
             late = record.deadline is not None and now >= record.deadline
             over = late or record.cancelled
-            for fetch in list(record.fetches):  # `_ask` adds to them
-                missed = self._collect(record, fetch, now)  # case 1
-                if fetch.left and not over and (fetch.late(now) or fetch.hangs(now)):  # case 3
-                    missed += self._stop_waiting(record, fetch, now, blame=fetch.late(now))
+            for get in list(record.gets):  # `_ask` adds to them
+                missed = self._collect(record, get, now)  # case 1
+                if get.left and not over and (get.late(now) or get.hangs(now)):  # case 3
+                    missed += self._stop_waiting(record, get, now, blame=get.late(now))
                 if missed:  # case 2; after the deadline no tier is asked, so that their entries become free
-                    self._ask(record, sorted(missed), () if over else fetch.others)
+                    self._ask(record, sorted(missed), () if over else get.others)
             if record.goes_on and (over or record.broken):  # cases 5 and 4
                 self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
         for record in ended:
-            self._count(record)
+            record.count(self._records)
         if ended:
             self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
             self._notify()  # what they wait for may have come
         return ended
 
-    def _count(self, record: PromotionRecord) -> None:  # before `end`: whoever waited for it finds it counted
-        if record.counted:
-            in_tiers = [name for position, name in record.tiers.items() if position < record.ready]
-            self._records.note_promotion((record.keys, record.ready, Counter(in_tiers)))
-
     def next_look(self) -> float | None:
-        """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
+        """Return when `advance` is due next although nothing happens, by `time.monotonic`; None: not at all."""
         now, times = time.monotonic(), []
         for record in self.going_on:
             if record.deadline is not None:
                 times.append(record.deadline)
             if record.awaited:
                 times.append(now + _POLL)
-            unfinished = [fetch for fetch in record.fetches if fetch.left]
-            times += [max(fetch.begun + fetch.below.hung, now + _POLL_HUNG) for fetch in unfinished]
-            times += [fetch.deadline for fetch in unfinished if fetch.deadline is not None]
+            unfinished = [get for get in record.gets if get.left]
+            times += [max(get.begun + get.below.hung, now + _POLL_HUNG) for get in unfinished]
+            times += [get.deadline for get in unfinished if get.deadline is not None]
         return min(times, default=None)
 
     def abandon(self) -> list[PromotionRecord]:
         """End all promotions now, keeping entries whose calls have not returned."""
         for record in self.going_on:
             self._stop(record, time.monotonic(), at_once=True, blame=False)
-            self._count(record)
+            record.count(self._records)
         ended, self.going_on = self.going_on, []
         return ended
 
@@ -176,7 +146,7 @@ class Promoter:
             self._ask(record, wanted, self._tiers)
 
     def _ask(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> None:
-        """Have these tiers fetch missing keys that they may have, into their entries or new ones; the others are gone.
+        """Have these tiers get missing keys that they may have, into their entries or new ones; the others are gone.
 
         No call of a tier may be writing the entries that keys have.
         """
@@ -189,7 +159,7 @@ class Promoter:
         for number, below in enumerate(tiers):
             mine = [position for position, tier in chosen.items() if tier is below and position in held]
             if mine:
-                self._fetch(record, below, mine, tiers[number + 1 :])
+                self._get(record, below, mine, tiers[number + 1 :])
 
     def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
         live = [(each, found) for each in self._occupying if (found := each()) is not None and found.occupied]
@@ -207,7 +177,7 @@ class Promoter:
             self._occupying.append(weakref.ref(record))
 
     def _choose(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> dict[int, TierBelow]:
-        """The leading keys that can lengthen the promotion, each with the first tier that is worth asking."""
+        """Return the leading keys that can lengthen the promotion, each with the first tier that is worth asking."""
         end = record.gone.find(1)
         wanted = wanted if end < 0 else [position for position in wanted if position < end]
         keys = [record.keys[position] for position in wanted]
@@ -234,10 +204,10 @@ class Promoter:
         seconds = self._compute.seconds_per_key
         if seconds is None:
             return True
-        expected = below.speed.expected(1, time.monotonic())
+        expected = below.speed.expected(time.monotonic())
         return expected is None or expected < seconds
 
-    def _fetch(
+    def _get(
         self, record: PromotionRecord, below: TierBelow, positions: list[int], others: Sequence[TierBelow]
     ) -> None:
         """Give a tier a job. If `others` may have its keys, too, half of the time is left to them."""
@@ -249,21 +219,22 @@ class Promoter:
         ):
             deadline = (time.monotonic() + deadline) / 2
         job = below.get(keys, entries, deadline, self._notify)
-        record.fetches.append(Fetch(below, job, positions, others, deadline))
+        left = list(range(len(keys)))
+        record.gets.append(TierGet(below, job, positions, others, deadline, left, time.monotonic()))
 
     # going on -----------------------------------------------------------------------------------------------------
 
-    def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> list[int]:
+    def _collect(self, record: PromotionRecord, get: TierGet, now: float) -> list[int]:
         """Commit keys that came; returns the positions of keys that did not, whose entries the tier no longer
         touches.
         """
-        job, below = fetch.job, fetch.below
-        outcomes = [job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
+        job, below = get.job, get.below
+        outcomes = [job.outcomes[at] for at in get.left]  # once: the tier sets more of them meanwhile
         below.answered(outcomes)
         left, came, missed = list[int](), list[int](), list[int]()
-        for at, outcome in zip(fetch.left, outcomes, strict=True):
+        for at, outcome in zip(get.left, outcomes, strict=True):
             places = left if outcome is None else came if outcome is Outcome.DONE else missed
-            places.append(at if outcome is None else fetch.positions[at])
+            places.append(at if outcome is None else get.positions[at])
         if came:
             refused = self.refused([record.keys[position] for position in came])
             if refused:
@@ -284,35 +255,35 @@ class Promoter:
             below.promoted += sum(mine)
             below.not_found += len(came) - sum(mine)
         below.not_found += len(missed)
-        self._settled += len(fetch.left) - len(left)
-        fetch.left = left
-        if not left and not fetch.measured:
-            fetch.measured = True
+        self._settled += len(get.left) - len(left)
+        get.left = left
+        if not left and not get.measured:
+            get.measured = True
             done = job.outcomes.count(Outcome.DONE)
             answered = done + job.outcomes.count(Outcome.MISSING) if done else 0
-            below.speed.measured(answered, now - fetch.begun, now)
+            below.speed.measured(answered, now - get.begun, now)
         record.advance_ready()
         return sorted(missed)
 
-    def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
-        """Wait for a tier no longer: returns the keys that it has not brought. Entries that it may write are kept."""
-        waited = bool(fetch.left)
-        fetch.job.cancel()
-        missed = self._collect(record, fetch, now)
+    def _stop_waiting(self, record: PromotionRecord, get: TierGet, now: float, *, blame: bool) -> list[int]:
+        """Wait for a tier no longer; return the keys that it has not brought. Entries that it may write are kept."""
+        waited = bool(get.left)
+        get.job.cancel()
+        missed = self._collect(record, get, now)
         if blame and waited:
-            fetch.below.late(begun=bool(fetch.left))
-        for at in fetch.left:
-            position = fetch.positions[at]
-            self._late.append((fetch.job, at))
-            self._drop(record, position, (TierIo(fetch.job, at, self._records.lock),))
+            get.below.late(begun=bool(get.left))
+        for at in get.left:
+            position = get.positions[at]
+            self._late.append((get.job, at))
+            self._drop(record, position, (TierIo(get.job, at, self._records.lock),))
             missed.append(position)
-        fetch.below.not_found += len(fetch.left)
-        self._settled += len(fetch.left)
-        fetch.left, fetch.measured = [], True
+        get.below.not_found += len(get.left)
+        self._settled += len(get.left)
+        get.left, get.measured = [], True
         return missed
 
     def _drop(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
-        """A key will not come from where it was asked for. Another key gets its entry when `io` have ended."""
+        """Give up a key that does not come from where it was asked for; its entry is free when `io` have ended."""
         each = record.records.get(position)
         if each is not None and each.stage is Stage.OPEN:
             self._records.abort_after(each, io)
@@ -323,12 +294,12 @@ class Promoter:
     def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
         """Cancel work that has not begun. `at_once`: and give up the rest."""
         dropped, record.awaited = record.awaited, []
-        for fetch in record.fetches:
+        for get in record.gets:
             if at_once:
-                dropped += self._stop_waiting(record, fetch, now, blame=blame)
+                dropped += self._stop_waiting(record, get, now, blame=blame)
             else:
-                fetch.job.cancel()
-                dropped += self._collect(record, fetch, now)
-        fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
-        for position in [*dropped, *(position for position in record.records if position not in fetched)]:
+                get.job.cancel()
+                dropped += self._collect(record, get, now)
+        underway = {get.positions[at] for get in record.gets for at in get.left}
+        for position in [*dropped, *(position for position in record.records if position not in underway)]:
             self._drop(record, position)

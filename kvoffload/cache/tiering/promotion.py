@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
 
+from kvoffload.cache.engines import CacheStreams, FollowsTransfers, follows_transfers
 from kvoffload.cache.entries import ReservationRecord, Status
 from kvoffload.cache.pools import RequestRecord
 from kvoffload.cache.record_calls import RecordCalls
-from kvoffload.cache.reservations import CacheJob, Lease
+from kvoffload.cache.reservations import CacheJob, Lease, LoadArguments
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.tier import TierJob
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError, MissingKeyError
-from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
+
+_R = TypeVar("_R")
 
 
 class Tiers(Protocol):
@@ -26,9 +27,11 @@ class Tiers(Protocol):
 
     when_done: WhenDone
     wake: Callable[[], None]
+    compute: ComputeTime
 
 
-class Fetch:
+@dataclass(slots=True, eq=False)
+class TierGet:
     """A job of one tier that works for a promotion.
 
     Attributes:
@@ -36,18 +39,18 @@ class Fetch:
         others: tiers asked next for keys that this one does not bring.
         deadline: when they are asked, by `time.monotonic`; None: only once the tier has answered.
         left: places in the job of keys whose outcome was not collected yet.
+        begun: by `time.monotonic`.
         measured: whether its time was recorded.
     """
 
-    __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
-
-    def __init__(
-        self, below: TierBelow, job: TierJob, positions: list[int], others: Sequence[TierBelow], deadline: float | None
-    ) -> None:
-        self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
-        self.left = list(range(len(positions)))
-        self.begun = time.monotonic()
-        self.measured = False
+    below: TierBelow
+    job: TierJob
+    positions: list[int]
+    others: Sequence[TierBelow]
+    deadline: float | None
+    left: list[int]
+    begun: float
+    measured: bool = False
 
     def late(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
@@ -116,21 +119,33 @@ class PromotionRecord:
         self.ready = self.brought = 0
         self.records: dict[int, ReservationRecord] = {}
         self.awaited: list[int] = []
-        self.fetches: list[Fetch] = []
+        self.gets: list[TierGet] = []
         self.leases: list[Lease] = []
-        self.loads = weakref.WeakSet[ChainedLoad]()
+        self.loads: set[weakref.ref[PromotedLoad[Any]]] = set()
         self.ended = False
         self.cancelled = self.released = False
 
-    def end_with_what_is_here(self, records: RecordCalls) -> None:
-        """Hold the keys that are ready, and end: there are no tiers."""
+    def end_with_what_is_here(self, records: RecordCalls, least: int = 0) -> bool:
+        """Hold the keys that are in slots, and end with the leading ones. For the caller's thread, without a lock.
+
+        Returns False, without having ended, if fewer than `least` lead: one was evicted since the caller looked.
+        """
         statuses, lease = records.hold_ready((self.keys, True))
         if lease is not None:
             self.leases.append(lease)
-        self.ready = next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
-        if self.counted:
-            records.note_promotion((self.keys, self.ready, Counter()))
+        ready = next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
+        if ready < least:
+            return False
+        self.ready = ready
+        self.count(records)
         self.end()
+        return True
+
+    def count(self, records: RecordCalls) -> None:
+        """Count the promotion as a lookup. Before `end`: whoever waits for that finds it counted."""
+        if self.counted:
+            in_tiers = [name for position, name in self.tiers.items() if position < self.ready]
+            records.note_promotion((self.keys, self.ready, in_tiers))
 
     def end(self) -> None:
         self.ended = True
@@ -159,7 +174,7 @@ class PromotionRecord:
     @property
     def broken(self) -> bool:
         """Whether no key still to come can lengthen `ready`."""
-        asked = self.awaited or any(fetch.left for fetch in self.fetches)
+        asked = self.awaited or any(get.left for get in self.gets)
         return not asked or self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
@@ -180,7 +195,7 @@ class Promotion(Waitable[int]):
         self.keys = tuple(record.keys)
         self._record = record
         self._tiers = tiers
-        self._when_done: WhenDone = Callbacks().add if tiers is None else tiers.when_done
+        self._when_done: WhenDone = _call_at_once if tiers is None else tiers.when_done
         self._load_after = load_after
 
     @property
@@ -258,7 +273,87 @@ class Promotion(Waitable[int]):
         return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
 
 
-class ChainedLoad(Waitable[tuple[bytes, ...]]):
+def _call_at_once(ended: Waitable[Any], callback: Callable[[Any], object]) -> None:
+    """Call what follows a promotion without tiers, which has ended when it is made."""
+    Callbacks().add(ended, callback)
+
+
+class PromotedLoad(Waitable[_R]):
+    """A load that is submitted when the promotion of its keys has ended, and holds them until then.
+
+    Attributes:
+        submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
+    """
+
+    _owns_promotion = False  # nothing else refers to it: the load is cancelled with it, and releases it
+
+    def __init__(self, promotion: Promotion, arguments: LoadArguments) -> None:
+        self._record: PromotionRecord | None = promotion._record
+        self._arguments: LoadArguments | None = arguments
+        self._tiers, self._when_done = promotion._tiers, promotion._when_done
+        self._job: CacheJob | None = None
+        self._refused: BaseException | None = None  # why it could not be submitted
+        self.submitted = False
+        loads = promotion._record.loads
+        loads.add(weakref.ref(self, loads.discard))
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not: nothing touches the blocks any more. Asks the GPU, and does not wait."""
+        return self.submitted and (self._job is None or self._job.done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to have ended. Does not ask the GPU."""
+        return self.submitted and (self._job is None or self._job.finished)
+
+    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
+        if self._job is None:
+            self._when_done(self, callback)
+        else:  # no thread of its own, where there are no tiers
+            self._job.jobs[0]._engine.when_done(self, callback)
+
+    def _when_submitted(self, call: str, timeout: float | None = None) -> CacheJob | None:
+        """Wait until it is submitted, and return the job, None if no key came. Raises what refused the load."""
+        record = self._record  # read once: the thread that submits clears it
+        if record is not None:
+            record.refuse_nested(call)
+        wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
+        if self._refused is not None:
+            raise self._refused
+        return self._job
+
+    def _loaded(self, timeout: float | None) -> tuple[bytes, ...]:
+        """Wait until it has ended, and return the keys that were loaded."""
+        job = self._when_submitted("wait", timeout)
+        if job is None:
+            return ()
+        job.wait(timeout)
+        return job.keys
+
+    # for the manager ----------------------------------------------------------------------------------------------
+
+    def _submit(self, load: Callable[[LoadArguments], CacheJob] | None) -> None:
+        """If the promotion has ended, load the keys that came by `load`. None: the cache is gone."""
+        record, arguments, owns = self._record, self._arguments, self._owns_promotion
+        if record is None or arguments is None or not (record.ended or load is None):
+            return
+        try:
+            if owns and self._tiers is not None and record.ready < len(record.keys):
+                self._tiers.compute.missed(record.keys[record.ready :])
+            if record.ready and load is not None and not (owns and record.cancelled):
+                self._job = load(arguments.leading(record.ready))
+        except BaseException as error:  # noqa: BLE001  # `wait` raises it
+            if not (owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
+                self._refused = error
+        self._record = self._arguments = self._tiers = None
+        self.submitted = True
+        record.loads.discard(weakref.ref(self))
+        record.released |= owns
+        record.release_leases()
+
+
+class ChainedLoad(PromotedLoad[tuple[bytes, ...]]):
     """A load that follows a promotion, and holds its keys until it is submitted. Made by `Promotion.load`. Usable from
     any thread, and awaitable: `await load` is `wait()` in an asyncio task.
 
@@ -266,44 +361,22 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
     if there is a `job`.
 
     Attributes:
-        job: the load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed.
         submitted: whether the promotion has ended, and the load was submitted, was empty, or failed to be submitted.
-        error: why it could not be submitted, or None. (If copying fails, see `job.error`.)
     """
 
-    def __init__(
-        self,
-        promotion: PromotionRecord,
-        load: tuple[list[Int64Array], Any, Any, Any],
-        when_done: WhenDone,
-        *,
-        owns: bool = False,
-        compute: ComputeTime | None = None,
-    ) -> None:
-        """`load`: the blocks of each group, after, parts, request. `owns`: nothing else refers to the promotion; cancel
-        the load with it, and release it after. `compute` is then told which keys did not come.
-        """
-        self._promotion: PromotionRecord | None = promotion
-        self._when_done = when_done
-        self._load = load
-        self._owns, self._compute = owns, compute
-        self.job: CacheJob | None = None
-        self.submitted = False
-        self.error: BaseException | None = None
+    @property
+    def job(self) -> CacheJob | None:
+        """The load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed."""
+        return self._job
 
     @property
-    def done(self) -> bool:
-        """Whether the promotion and the load have ended, well or not. Asks the GPU, and does not wait for it."""
-        return self.submitted and (self.job is None or self.job.done)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the promotion and the load are known to have ended. Does not ask the GPU."""
-        return self.submitted and (self.job is None or self.job.finished)
+    def error(self) -> BaseException | None:
+        """Why it could not be submitted, or None. (If copying fails, see `job.error`.)"""
+        return self._refused
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
-        """Wait until the promotion and the load have ended; returns the leading keys that were loaded: () if none came,
-        or if the cache was closed first.
+        """Wait until the promotion and the load have ended, and return the leading keys that were loaded: () if none
+        came, or if the cache was closed first.
 
         Raises:
             TransferError: the load failed; its target blocks hold nothing of use.
@@ -311,43 +384,10 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
             RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """
-        promotion = self._promotion  # read once: the thread that submits clears it
-        if promotion is not None:
-            promotion.refuse_nested("wait")
-        wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
-        if self.error is not None:
-            raise self.error
-        if self.job is None:
-            return ()
-        self.job.wait(timeout)
-        return self.job.keys
-
-    # for the manager ----------------------------------------------------------------------------------------------
-
-    def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """If the promotion has ended, load the keys that came by `load(keys, blocks of each group, after, parts,
-        request)`. None: the cache is gone.
-        """
-        record, (per_group, *options) = self._promotion, self._load
-        if record is None or not (record.ended or load is None):
-            return
-        try:
-            if self._owns and self._compute is not None:
-                self._compute.missed(record.keys[record.ready :])
-            if record.ready and load is not None and not (self._owns and record.cancelled):
-                found = record.ready
-                self.job = load(record.keys[:found], [ids[:found] for ids in per_group], *options)
-        except BaseException as error:  # noqa: BLE001  # `wait` raises it
-            if not (self._owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
-                self.error = error
-        self._promotion, self._load = None, ([], None, None, None)
-        self.submitted = True
-        record.loads.discard(self)
-        record.released |= self._owns
-        record.release_leases()
+        return self._loaded(timeout)
 
 
-class FetchJob(Waitable[int]):
+class FetchJob(PromotedLoad[int]):
     """Keys on their way to blocks, from wherever they are. Made by `BlockCache.fetch`. Usable from any thread, and
     awaitable: `await job` is `wait()` in an asyncio task.
 
@@ -358,32 +398,19 @@ class FetchJob(Waitable[int]):
 
     Attributes:
         keys: as given.
+        submitted: whether `hits` is known, so that neither it nor `order_before` waits for a tier.
     """
 
-    def __init__(self, promotion: Promotion, load: ChainedLoad) -> None:
-        self.keys = promotion.keys
-        self._promotion, self._load, self._when_done = promotion, load, load._when_done
+    _owns_promotion = True
 
-    @property
-    def submitted(self) -> bool:
-        """Whether `hits` is known, so that neither it nor `order_before` waits for a tier."""
-        return self._load.submitted
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not: nothing touches the blocks any more. Asks the GPU, and does not wait."""
-        return self._load.done
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is known to have ended. Does not ask the GPU."""
-        return self._load.finished
+    def __init__(self, promotion: Promotion, arguments: LoadArguments) -> None:
+        super().__init__(promotion, arguments)
+        self.keys, self._promotion = promotion.keys, promotion
 
     @property
     def error(self) -> BaseException | None:
         """Why the load could not be submitted, or failed. None: no failure is known yet. `wait` raises it."""
-        job = self._load.job
-        return self._load.error if job is None else job.error
+        return self._refused if self._job is None else self._job.error
 
     @property
     def hits(self) -> int:
@@ -394,7 +421,7 @@ class FetchJob(Waitable[int]):
             The errors of `wait`, as far as they are known.
             RuntimeError: called inside another call in the same thread while it would wait.
         """
-        job = self._submitted("hits")
+        job = self._loading("hits")
         return 0 if job is None else len(job.keys)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -406,19 +433,21 @@ class FetchJob(Waitable[int]):
             RuntimeError: called inside another call in the same thread.
             The errors of `BlockCache.load`, if it could not be submitted.
         """
-        return len(self._load.wait(timeout))
+        return len(self._loaded(timeout))
 
-    def order_before(self, stream: Any, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after the load. Like `hits`, it waits on the host until the load
-        is submitted: no stream ever waits for a tier. Then as `CacheJob.order_before`.
+    def order_before(self, stream: CacheStreams | FollowsTransfers, *, part: int | None = None) -> None:
+        """Make work that you queue on `stream` from now on start after the load. Like `hits`, it waits on the host
+        until the load is submitted: no stream ever waits for a tier. Then as `CacheJob.order_before`.
 
         For JAX, which shows no streams, `stream` is the `kvoffload.jax.OwnedCache`. Its `arrays` follow the whole load
         from now on; if you read them before, those are deleted, so a step that would not wait for the load raises.
         """
-        job = self._submitted("order_before")
-        if job is not None and hasattr(stream, "_follow_transfers"):
+        job = self._loading("order_before")
+        if job is None:
+            return
+        if follows_transfers(stream):
             stream._follow_transfers()
-        elif job is not None:
+        else:
             job.order_before(stream, part=part)
 
     def cancel(self) -> None:
@@ -427,20 +456,12 @@ class FetchJob(Waitable[int]):
         """
         self._promotion.cancel()
 
-    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
-        job = self._load.job
-        if job is None:
-            self._when_done(self, callback)
-        else:  # no thread of its own, where there are no tiers
-            job.jobs[0]._engine.when_done(self, callback)
-
-    def _submitted(self, call: str) -> CacheJob | None:
-        if not self._load.submitted:
-            self._promotion._record.refuse_nested(call)
-            wait_until(lambda: self._load.submitted, None, "a fetch")
-        if self.error is not None:
-            raise self.error
-        return self._load.job
+    def _loading(self, call: str) -> CacheJob | None:
+        """As `_when_submitted`, but raises the error of a failed load, too."""
+        job = self._when_submitted(call)
+        if job is not None and job.error is not None:
+            raise job.error
+        return job
 
     def __repr__(self) -> str:
         state = "done" if self.finished else "loading" if self.submitted else f"{self._promotion.ready} ready"

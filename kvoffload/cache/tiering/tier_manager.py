@@ -1,5 +1,11 @@
 """TierManager: one thread that moves keys between the slots of a cache and its tiers.
 
+Down: a key is written to every tier that lacks it once it is worth a write: when it is stored (write="through"), when a
+request with it ends ("admitted"), shortly before it is evicted ("back"), or when a hint demotes it. Up: a key comes
+into a slot when a promotion, a fetch or a prefetch asks for it and its tier is expected to bring it sooner than the
+model computes it; the tier keeps its copy. Dropped: the policy evicts a key from its slot whether it was written or
+not, since no eviction waits for a write; only the tier itself, `remove` and `clear` take keys out of a tier.
+
 Callers leave messages for it; it alone calls the promoter and the writer, under its lock. Only it takes the index's
 lock under its own, and it calls the cache's hook with neither. Callers and tiers wake it; otherwise it sleeps. It
 refers to the cache weakly, and ends with it, but not before every tier's call that may touch a slot has returned.
@@ -15,15 +21,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import compress, groupby
-from typing import TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.pools import RequestRecord
-from kvoffload.cache.record_calls import RecordCalls
+from kvoffload.cache.record_calls import RecordCalls, leading
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, ComputeTime, TierBelow, fits
 from kvoffload.cache.tiering.promoter import Promoter
-from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.cache.tiering.promotion import PromotedLoad, PromotionRecord
 from kvoffload.cache.tiering.tier import Outcome, Tier, TierJob
 from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.device.ownership import FORKS
@@ -46,7 +52,7 @@ _MOST_ENDED = 256  # requests that wait for their stores
 
 _R = TypeVar("_R")
 
-Message: TypeAlias = "PromotionRecord | ChainedLoad | CacheEvent | Demotion | tuple[bytes, ...]"
+Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | tuple[bytes, ...]"
 """A promotion to begin, a load to chain, what happened, keys to demote, or those of a request that has ended."""
 
 
@@ -91,7 +97,7 @@ class TierManager:
         seconds_per_key: float | None,
         hung: float,
         settle: Callable[[], bool],
-        submit: Callable[[ChainedLoad], None],
+        submit: Callable[[PromotedLoad[Any]], None],
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
         self.closed = False
@@ -115,7 +121,7 @@ class TierManager:
         self._messages = deque[Message]()
         self._lost_events = False
         self._demoted: list[Demotion] = []
-        self._chained: list[ChainedLoad] = []
+        self._chained: list[PromotedLoad[Any]] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
         reference = weakref.ref(self, lambda _: notify())
@@ -123,7 +129,19 @@ class TierManager:
         self._thread.start()
 
     def promote(self, record: PromotionRecord) -> None:
-        if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
+        """Begin a promotion. If no tier can lengthen it, it ends in this call: its keys are in slots, or no tier is to
+        be asked for the first missing one.
+        """
+        keys, table = record.keys, self._records._state.table
+        pending = table.pending  # without the index's lock, as all of this: the record looks again under it
+        if not keys or (pending and not pending.keys().isdisjoint(keys)):
+            self.post(record)
+            return
+        found = leading(table, keys)
+        may_come = found < len(keys) and self.calling_tiers(
+            lambda: any(below.may_be_asked(keys[found]) for below in self.tiers)
+        )
+        if may_come or not record.end_with_what_is_here(self._records, found):
             self.post(record)
 
     def demote(self, keys: tuple[bytes, ...], tenant: str, request: RequestRecord) -> None:
@@ -131,18 +149,15 @@ class TierManager:
 
     def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
         """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
-        missing = [position for position, place in enumerate(places) if place == "missing"]
+        nowhere = "missing" if all(below.local_index for below in self.tiers) else "unknown"
         for below in self.tiers:
+            missing = [position for position, place in enumerate(places) if place == "missing"]
             wanted = [keys[position] for position in missing]
-            found = self.calling_tiers(partial(below.has, wanted)) if missing else []
+            found = self.calling_tiers(partial(below.has, wanted)) if wanted else []
             for position, has in zip(missing, found, strict=True):
                 if has:
                     places[position] = below.tier.name
-            missing = [position for position, has in zip(missing, found, strict=True) if not has]
-        if not all(below.local_index for below in self.tiers):
-            for position in missing:
-                places[position] = "unknown"
-        return places
+        return [nowhere if place == "missing" else place for place in places]
 
     def statistics(self) -> list[CacheTierStatistics]:
         return self.calling_tiers(lambda: [below.statistics() for below in self.tiers])
@@ -163,7 +178,7 @@ class TierManager:
             self._end_messages()
 
     def stored(self) -> None:
-        """A store was submitted: have the thread look, within 5 ms, when it ends."""
+        """Have the thread look, within 5 ms, when a store that was submitted ends."""
         if not self._rests():
             self._waker.soon()
 
@@ -247,7 +262,7 @@ class TierManager:
         return min(waits, default=None)
 
     def _step(self) -> None:
-        """The part under the lock."""
+        """Do the part of `step` that needs the lock."""
         if self.closed:
             self._end_messages()
             for record in self._promoter.abandon():
@@ -259,7 +274,7 @@ class TierManager:
                 self._heard(message)
             elif isinstance(message, PromotionRecord):
                 self._promoter.begin(message)
-            elif isinstance(message, ChainedLoad):
+            elif isinstance(message, PromotedLoad):
                 self._chained.append(message)
             elif isinstance(message, Demotion):
                 self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
@@ -278,8 +293,8 @@ class TierManager:
         self._writer.taken.clear()
 
     def _set_free_what_is_written(self) -> None:
-        """The keys to demote that a tier has by now leave their slots; what no tier took stays as it is. A store
-        without a local index cannot say what it has: there, the keys that it has just taken count.
+        """Free the slots of keys to demote that a tier has by now; what no tier took stays as it is. A store without a
+        local index cannot say what it has: there, the keys that it has just taken count.
         """
         # Forgotten if a policy raises: it might do so every time.
         demoted, self._demoted, taken = self._demoted, [], self._writer.taken
@@ -360,10 +375,10 @@ class TierManager:
 
     # the end ------------------------------------------------------------------------------------------------------
 
-    def loads(self) -> list[ChainedLoad]:
+    def loads(self) -> list[PromotedLoad[Any]]:
         """Return the loads that still wait for their promotion."""
         with self._lock:
-            return [*self._chained, *(each for each in list(self._messages) if isinstance(each, ChainedLoad))]
+            return [*self._chained, *(each for each in list(self._messages) if isinstance(each, PromotedLoad))]
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until all keys chosen so far are written, and durable; False after `timeout` seconds."""
@@ -376,7 +391,7 @@ class TierManager:
             if self._settle() or self._recorder.reporting():
                 return False
             with self._lock:
-                only_promotions = all(isinstance(each, PromotionRecord | ChainedLoad) for each in list(self._messages))
+                only_promotions = all(isinstance(each, PromotionRecord | PromotedLoad) for each in list(self._messages))
                 return self._writer.idle and only_promotions and not self._ended
 
         self.wake()
@@ -384,14 +399,8 @@ class TierManager:
             wait_until(written, left(), "writing to tiers")
         except TimeoutError:
             return False
-        drained = True
-        for tier in [below.tier for below in self.tiers]:
-            try:
-                drained &= bool(self.calling_tiers(partial(tier.drain, left())))
-            except Exception as error:  # noqa: BLE001  # a tier of the user's
-                LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
-                drained = False
-        return drained
+        tiers = [below.tier for below in self.tiers]
+        return all(self.calling_tiers(lambda: [_ended(tier, "drain", left()) for tier in tiers]))
 
     def close(self, timeout: float) -> bool:
         """Drain, end the thread and close the tiers; returns whether no call of a tier goes on."""
@@ -403,7 +412,7 @@ class TierManager:
         self.closed = True
         self.wake()
         tiers = [below.tier for below in self.tiers]
-        ended = self.calling_tiers(lambda: [_closed(tier, max(0.0, end - time.monotonic())) for tier in tiers])
+        ended = self.calling_tiers(lambda: [_ended(tier, "close", max(0.0, end - time.monotonic())) for tier in tiers])
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
@@ -422,7 +431,7 @@ class TierManager:
             raise_nested(call)
 
     def calling_tiers(self, call: Callable[[], _R]) -> _R:
-        """Make a call that enters tiers, which may hold locks of their own there."""
+        """Make a call that enters tiers; these may hold locks of their own meanwhile."""
         thread = threading.get_ident()
         inside = thread in self._calling
         try:
@@ -441,7 +450,7 @@ class TierManager:
                 message = self._messages[0]
                 if isinstance(message, PromotionRecord):
                     message.end()
-                elif isinstance(message, ChainedLoad):
+                elif isinstance(message, PromotedLoad):
                     message._submit(None)
                 self._messages.popleft()
 
@@ -451,16 +460,17 @@ def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) ->
     return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
 
 
-def _closed(tier: Tier, timeout: float) -> bool:
+def _ended(tier: Tier, call: Literal["drain", "close"], timeout: float | None) -> bool:
+    """Call `tier.drain` or `tier.close`; returns whether all has ended in time."""
     try:
-        return bool(tier.close(timeout))
+        return bool(getattr(tier, call)(timeout))
     except Exception as error:  # noqa: BLE001  # a tier of the user's
-        LOGGER.warning("tier %s: close: %s", tier.name, shown(error))
+        LOGGER.warning("tier %s: %s: %s", tier.name, call, shown(error))
         return False
 
 
 def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
-    """The thread. Closes the tiers when the manager has become garbage."""
+    """Run the thread, and close the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
         waker.begin()
         try:
@@ -476,7 +486,7 @@ def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -
         waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
-        run_outside(_closed, tier, _LONGEST_SLEEP)
+        run_outside(_ended, tier, "close", _LONGEST_SLEEP)
 
 
 SOON = 5e-3  # seconds
@@ -502,7 +512,7 @@ class Waker:
     # of the thread ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before looking at anything: later events wake the thread again."""
+        """Forget what has woken the thread, before it looks at anything: later events wake it again."""
         self._lingers = False
         while not self._woken.empty():
             self._woken.get()

@@ -62,7 +62,7 @@ class Writer:
         return sum(len(put.lease.keys) for put in self.going_on)
 
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
-        """These keys are worth writing. They are dropped if no tier takes puts now."""
+        """Queue keys that are worth writing, or drop them if no tier takes puts now."""
         used = any(below.takes_puts for below in self._tiers)
         room = max(0, self._records.most_entries - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
@@ -71,7 +71,7 @@ class Writer:
         self._not_taken(keys[room:])
 
     def forget(self, concerned: Callable[[Sequence[bytes]], Collection[bytes]]) -> None:
-        """Do not write the waiting keys that `concerned` returns."""
+        """Drop the waiting keys that `concerned` returns."""
         gone = concerned([key for key, _ in self._waiting])
         self._waiting = deque(each for each in self._waiting if each[0] not in gone)
 
@@ -135,7 +135,7 @@ class Writer:
         self._not_taken([key for key in put.lease.keys if key in left])
 
     def _not_taken(self, keys: Sequence[bytes]) -> None:
-        """These keys may be chosen again, unless a tier has them."""
+        """Let these keys be chosen again, unless a tier has them."""
         known = [below.has(keys) for below in self._tiers] if keys else []
         self._choice.dropped([key for at, key in enumerate(keys) if not any(has[at] for has in known)])
 
@@ -154,34 +154,34 @@ class WriteChoice:
     looks_ahead = learns = False
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        """These keys of a request, in its order, were computed and are in slots now."""
+        """Note that these keys of a request, in its order, were computed and are in slots now."""
         return ()
 
     def ended(self, keys: Sequence[bytes]) -> list[bytes]:  # noqa: ARG002
-        """A request with these keys, in slots or not, has ended."""
+        """Note that a request with these keys, in slots or not, has ended."""
         return []
 
     def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        """These are among the next keys to be evicted from the slots."""
+        """Note that these are among the next keys to be evicted from the slots."""
         return ()
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """A tier has brought these keys into slots."""
+        """Note that a tier has brought these keys into slots."""
 
     def written(self, keys: Iterable[bytes]) -> None:
-        """A tier has taken these keys, or has them already."""
+        """Note that a tier has taken these keys, or has them already."""
 
     def left_disk(self, keys: Iterable[bytes]) -> None:
-        """No tier has these keys, in slots or not: it has evicted them, or never had them."""
+        """Note that no tier has these keys, in slots or not: it has evicted them, or never had them."""
 
     def left_host(self, keys: Iterable[bytes]) -> None:
-        """These keys are no longer in slots."""
+        """Note that these keys are no longer in slots."""
 
     def dropped(self, keys: Iterable[bytes]) -> None:
-        """These keys were to be written, and no tier has taken them, or has them."""
+        """Note that these keys were to be written, and that no tier has taken them, or has them."""
 
     def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
-        """Exactly these keys are in slots; events were lost. Returns keys to write."""
+        """Start again from the keys in slots, which are exactly these: events were lost. Returns keys to write."""
         return ()
 
 
