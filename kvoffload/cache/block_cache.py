@@ -14,7 +14,7 @@ import numpy as np
 
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
-from kvoffload.cache.key_cache import FETCH_DEADLINE, KeyCache, Membership
+from kvoffload.cache.key_cache import FETCH_DEADLINE, KeyCache, KeyCacheOptions, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
@@ -153,17 +153,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
         with claimed(policy):
-            super().__init__(
-                capacity,
-                policy=policy,
-                tenants=tenants,
-                store_after=store_after,
-                max_load_blocks=max_load_blocks,
-                on_event=on_event,
-                engine=engine,
-                below=below,
-                pool=pool,
-            )
+            options = KeyCacheOptions(policy, tenants, store_after, max_load_blocks, on_event)
+            super().__init__(capacity, options, engine=engine, below=below, pool=pool)
             self._tenants = dict(tenants or {})
             engine.guard_slots(self._state)
             if below is not None:
@@ -328,9 +319,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     # one door: what a host needs ----------------------------------------------------------------------------------
 
     def keys(self, token_ids: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
-        """The keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
-        layout: Any = self.engine.layout
-        return chain_keys(token_ids, layout=layout, salt=salt, extra=extra, parent=parent)
+        """Return the keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
+        return chain_keys(token_ids, layout=self.engine.layout, salt=salt, extra=extra, parent=parent)
 
     def fetch(
         self,
@@ -479,7 +469,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _checked(
         self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False, distinct: bool = False
     ) -> tuple[list[bytes], list[Int64Array]]:
-        """Copies of the keys, and for each group of the block ids: an array (keys, blocks_per_slot).
+        """Check and copy the keys, and the block ids of each group: an array (keys, blocks_per_slot).
 
         Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
         group, when the groups before are submitted already. `distinct`: neither keys nor targets may repeat.
@@ -503,7 +493,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return checked, per_group
 
     def _refused(self, error: Exception, submitted: int) -> bool:
-        """Whether nothing has been queued: neither before the context was lost, nor before a signal handler raised."""
+        """Return whether the refusal came before anything was queued. If the context was lost, or a signal handler has
+        raised, copies may be queued.
+        """
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _check_parts(self, parts: Any) -> None:

@@ -19,6 +19,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from kvoffload.cache.policies import RequestPolicy
     from kvoffload.cache.pools import Pool, Victims
 
-_NO_INDICES: list[int] = []  # never changed
-_NO_KEYS: list[bytes] = []  # the same
 _BYTES = frozenset({bytes})
 _finished = attrgetter("finished")
 _error = attrgetter("error")
@@ -58,14 +57,18 @@ OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes
 
 
 class _WithTransfers:
-    """
+    """A record of entries that transfers read or write.
+
     Attributes:
         groups: slots of an entry.
+        sources: records of the reservations that were filling the entries when this one was made.
     """
 
     __slots__ = ("groups", "jobs")
     groups: int
     jobs: tuple[Completion, ...]
+    indices: Sequence[int]
+    sources: tuple[ReservationRecord, ...] = ()
 
     @property
     def transfers_ended(self) -> bool:
@@ -80,78 +83,57 @@ class _WithTransfers:
         """The entries with a block that does not fit the codec, as its transfers have found."""
         return {slot // self.groups for job in self.jobs for slot in getattr(job, "unfit", ())}
 
+    def check_sources(self) -> None:
+        """Raise TransferError if the store of a key that was pending has failed, or will, or a block of these entries
+        does not fit the codec: bytes read from them would not belong to its keys.
+        """
+        for source in self.sources:
+            if source.any_failed or source.stage is ABORTED or not source.unfit.isdisjoint(self.indices):
+                raise TransferError(
+                    f"the store of {len(source.keys)} keys that were pending when they were leased has failed: bytes "
+                    "read from their slots must not be used"
+                )
 
+
+@dataclass(slots=True, eq=False, repr=False)
 class ReservationRecord(_WithTransfers):
     """The index's record of a reservation.
 
     Attributes:
         keys, positions, evicted, declined, present, short, tenant: see `Reservation`.
         victims: `evicted` by pool.
+        policy: inserts the keys: the pool's policy, or its `for_request` if the call named an open request.
+        promoted: whether a tier fills the entries, not a transfer.
         indices: the entries; with `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`: see
             `EntryTable.allocate`.
-        promoted: whether a tier fills the entries, not a transfer.
-        policy: inserts the keys: the pool's policy, or its `for_request` if the call named an open request.
         jobs: transfers that fill the entries; if aborted, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
     """
 
-    __slots__ = (
-        "declined",
-        "evicted",
-        "indices",
-        "keys",
-        "num_recycled",
-        "num_unused",
-        "policy",
-        "pool",
-        "positions",
-        "present",
-        "promoted",
-        "short",
-        "stage",
-        "tenant",
-        "victim_indices",
-        "victim_pools",
-        "victims",
-        "watch",
-    )
-
-    def __init__(
-        self, pool: Pool, tenant: str, keys: list[bytes], victims: Victims, present: list[bytes], policy: RequestPolicy
-    ) -> None:
-        self.pool = pool
-        self.policy = policy
-        self.tenant = tenant
-        self.keys = keys
-        self.positions: Sequence[int] = range(len(keys))
-        self.victims = victims
-        if len(victims) < 2:
-            self.evicted = victims[0][1] if victims else _NO_KEYS
-        else:
-            self.evicted = [key for _, mine in victims for key in mine]
-        self.present = present
-        self.declined = _NO_KEYS
-        self.short = self.promoted = False
-        self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
-        self.num_unused = self.num_recycled = 0
-        self.groups = 1
-        self.stage = OPEN
-        self.jobs = ()
-        self.watch: HandleWatch | None = None
+    pool: Pool
+    tenant: str
+    keys: list[bytes]
+    positions: Sequence[int]
+    victims: Victims
+    present: list[bytes]
+    policy: RequestPolicy
+    groups: int
+    evicted: Sequence[bytes] = ()
+    declined: Sequence[bytes] = ()
+    short: bool = False
+    promoted: bool = False
+    indices: Sequence[int] = ()
+    victim_indices: Sequence[int] = ()
+    victim_pools: Sequence[int] = ()
+    num_unused: int = 0
+    num_recycled: int = 0
+    stage: Stage = OPEN
+    jobs: tuple[Completion, ...] = ()
+    watch: HandleWatch | None = None
 
     @property
     def awaits_transfers(self) -> bool:
         return self.stage is not OPEN
-
-    def raise_if_failed(self, indices: Collection[int]) -> None:
-        """Raise TransferError if it was aborted, or will be, or a block of these entries does not fit the codec: bytes
-        read from them would not belong to its keys.
-        """
-        if self.any_failed or self.stage is ABORTED or not self.unfit.isdisjoint(indices):
-            raise TransferError(
-                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: bytes read "
-                "from their slots must not be used"
-            )
 
 
 class LeaseRecord(_WithTransfers):
@@ -160,21 +142,23 @@ class LeaseRecord(_WithTransfers):
     Attributes:
         keys, indices: see `Lease`.
         held: the indices without repeats.
-        sources: records of the reservations that were filling them.
         released: only `jobs` still read the entries.
         jobs: transfers that read them.
         watch: the weak reference to the handle, if there is one and the record is not released.
     """
 
     __slots__ = ("held", "indices", "keys", "released", "sources", "watch")
+    tenant = ""
 
-    def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
+    def __init__(
+        self, keys: list[bytes], indices: Sequence[int], sources: tuple[ReservationRecord, ...], groups: int = 1
+    ) -> None:
         self.keys = keys
         self.indices = indices
         self.held: Collection[int] = indices if len(indices) == 1 else set(indices)
         self.sources = sources
         self.released = False
-        self.groups = 1
+        self.groups = groups
         self.jobs = ()
         self.watch: HandleWatch | None = None
 
@@ -222,7 +206,7 @@ class EntryTable:
         return self.capacity - len(self.keys) + len(self.free)
 
     def pool_numbers(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The number of each key's pool; None: it has no entry."""
+        """Return the number of each key's pool; None: it has no entry."""
         of, pool_of = self.of, self.pool_of
         try:
             return list(map(pool_of.__getitem__, map(of.__getitem__, keys)))
@@ -230,7 +214,7 @@ class EntryTable:
             return [pool_of[of[key]] if key in of else None for key in keys]
 
     def originals(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The same keys, as the objects in `of` where they have entries."""
+        """Return the same keys, as the objects in `of` where they have entries."""
         of, known = self.of, self.keys
         return [known[of[key]] or key if key in of else key for key in keys]
 
@@ -242,7 +226,9 @@ class EntryTable:
         The entries of the record's victims come first, then entries never used, then free ones.
         """
         count, used = len(record.keys), len(self.keys)
-        if record.evicted:
+        victims = record.victims
+        if victims:
+            record.evicted = victims[0][1] if len(victims) == 1 else [key for _, mine in victims for key in mine]
             record.victim_indices = list(map(self.of.__getitem__, record.evicted))
         record.indices = indices = sorted(record.victim_indices[:count])
         if len(indices) == count:
@@ -254,13 +240,13 @@ class EntryTable:
             indices += sorted(self.free[-record.num_recycled :])
 
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
-        """The record's keys that were not removed meanwhile."""
+        """Return the record's keys that were not removed meanwhile."""
         found = list(map(self.of.get, record.keys))
         if found == record.indices:
             return record.keys
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
-    def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], list[int]]:
+    def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], Sequence[int]]:
         """Change derived state when the entries of a record have been filled.
 
         Returns the keys that were not removed meanwhile, and their entries.
@@ -298,7 +284,7 @@ class EntryTable:
     # holders ------------------------------------------------------------------------------------------------------
 
     def release(self, indices: Collection[int]) -> None:
-        """Each of these entries has one holder less; no repeats."""
+        """Take one holder from each of these entries; no repeats."""
         holds, doomed = self.holds, self.doomed
         for index in indices:
             count = holds[index]
@@ -322,7 +308,7 @@ class EntryTable:
 
 
 def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
-    """`keys` as a list of the cache's own.
+    """Check keys, and return them as a list of the cache's own.
 
     Raises:
         LayoutError: not a sequence of bytes; or a key is repeated, and `repeats` is False.
@@ -370,17 +356,17 @@ class Completion(Protocol):
         """Its engine's."""
 
     def order_before(self, stream: Any) -> None:
-        """Work queued on `stream` from now on starts after it has ended."""
+        """Make work queued on `stream` from now on wait until it has ended."""
 
 
 class Journal(Protocol):
     """Writes down what the entries hold, where another process can read it after this one has died."""
 
     def reserved(self, record: ReservationRecord, /) -> None:
-        """The entries of a record are about to be written."""
+        """Note that the entries of a record are about to be written."""
 
     def filled(self, entries: Sequence[int], /) -> None:
-        """The entries have the bytes of the keys that they were reserved for."""
+        """Note that the entries have the bytes of the keys that they were reserved for."""
 
     def removed(self, entries: Sequence[int], /) -> None:
-        """The keys of these entries are missing from now on."""
+        """Note that the keys of these entries are missing from now on."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 
 from kvoffload.cache.entries import Status, check_keys
-from kvoffload.cache.key_cache import KeyCache, Membership
+from kvoffload.cache.key_cache import KeyCache, KeyCacheOptions, Membership
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pool, Tenant, claimed
 from kvoffload.cache.record_calls import locked
@@ -99,16 +99,8 @@ class CacheIndex(KeyCache):
             if below is not None:
                 below.check_pools(pools, capacity)
         with claimed(policy):
-            super().__init__(
-                capacity,
-                policy=policy,
-                tenants=tenants,
-                store_after=store_after,
-                max_load_blocks=max_load_blocks,
-                on_event=on_event,
-                below=below,
-                pool=pool,
-            )
+            options = KeyCacheOptions(policy, tenants, store_after, max_load_blocks, on_event)
+            super().__init__(capacity, options, below=below, pool=pool)
             self.lock, self.records, self.max_load_blocks = self._state.lock, self._records, self._most_hits
             if below is not None:
                 self._tiers = below.attach(self.records, pools, layout)
@@ -137,9 +129,9 @@ class CacheIndex(KeyCache):
     describe = KeyCache._describe
 
     def status_below(self, key: bytes) -> Status:
-        """Whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell, as
-        `promote` does; MISS: none has it, or those that may have it failed lately and are not asked
-        now. It does not look whether the key has an entry. Never blocks; a hint.
+        """Return whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell,
+        as `promote` does; MISS: none has it, or those that may have it failed lately and are not asked now. It
+        does not look whether the key has an entry. Never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):

@@ -1,4 +1,21 @@
-"""KeyCache: the common part of BlockCache and CacheIndex: which keys are present, their entries, tiers below."""
+"""KeyCache: the part that BlockCache and CacheIndex share: which keys have entries, and the tiers below.
+
+Its calls, and what each is for:
+
+    lookup, lookup_many  count the leading keys that can be loaded: asked before a request runs
+    status, status_of    tell hits from pending and missing keys: for hosts that go key by key
+    locate               name the place of each key, a tier's too: to choose between hosts
+    reserve              take entries for missing keys, evicting others; `commit` or `abort` ends it
+    acquire              hold the entries of ready keys while you read their slots; `release` ends it
+    touch                tell the policy that a request has ended: uses follow requests, not copies
+    open_request         store and load a request in pieces, none of which evicts another one
+    hint                 tell the cache what a session is about to do
+    promote              bring keys from tiers into entries, ahead of the request that loads them
+    remove, clear        make keys missing here and in the tiers, since their bytes must not be found again
+    drain, close         wait for transfers and for what the tiers are to get
+
+BlockCache adds `store` and `load`, which copy blocks; CacheIndex adds `load`, which only tells the policies.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, SupportsIndex
 
 from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
@@ -43,7 +60,17 @@ class Membership(Protocol):
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], /
     ) -> tuple[CacheState, RecordCalls]:
-        """The state and the records of the cache, whose truth the pool's owner has."""
+        """Return the state and the calls of a cache whose truth the pool's owner has."""
+
+
+class KeyCacheOptions(NamedTuple):
+    """What the user chooses for every kind of cache; see `BlockCache`."""
+
+    policy: PolicyChoice
+    tenants: Mapping[str, Tenant] | None
+    store_after: int
+    max_load_blocks: int | None
+    on_event: Callable[[CacheEvent], None] | None
 
 
 class KeyCache:
@@ -63,12 +90,8 @@ class KeyCache:
     def __init__(
         self,
         capacity: SupportsIndex,
+        options: KeyCacheOptions,
         *,
-        policy: PolicyChoice,
-        tenants: Mapping[str, Tenant] | None,
-        store_after: int,
-        max_load_blocks: int | None,
-        on_event: Callable[[CacheEvent], None] | None,
         engine: CacheEngine | None = None,
         below: TierPlan | None = None,
         pool: Membership | None = None,
@@ -78,19 +101,17 @@ class KeyCache:
             raise ValueError(
                 f"capacity must be at most {1 << 32}, got {capacity}; lower it, or the engine's pool_bytes or num_slots"
             )
-        self._most_hits = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
+        policy, tenants, store_after, most_hits, on_event = options
+        self._most_hits = None if most_hits is None else at_least("max_load_blocks", most_hits, 1)
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
         check = None if engine is None else engine.check_process
         self._pool = pool
         if pool is None:
-            self._state = CacheState(
-                self.capacity,
-                Pools(policy, {} if tenants is None else tenants, self.capacity),
-                ReuseFilter(store_after, self.capacity),
-                StatisticsRecorder(self.capacity, on_event),
-                engine,
-            )
+            pools = Pools(policy, {} if tenants is None else tenants, self.capacity)
+            reuse_filter = ReuseFilter(store_after, self.capacity)
+            recorder = StatisticsRecorder(self.capacity, on_event)
+            self._state = CacheState(self.capacity, pools, reuse_filter, recorder, engine)
             self._records = RecordCalls(self._state, check)
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
@@ -110,7 +131,7 @@ class KeyCache:
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys can be loaded, at most `max_load_blocks`. Counts as a request, not as a use (see
+        """Return how many leading keys can be loaded, at most `max_load_blocks`. Counts as a request, not as a use (see
         `touch`).
 
         The first key that is not ready in a slot ends the count: a missing one, a pending one, or one that only a tier
@@ -125,21 +146,20 @@ class KeyCache:
         return self._records.look_up(([check_keys(keys)], self._most_hits))[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests, in one call: the cache does not change in between. Returns the hits of
-        each. Raises as `lookup`.
+        """Look up several requests in one call, and return the hits of each: the cache does not change in between.
+        Raises as `lookup`.
         """
         if self._asks is not None:
             self._look()
         return self._records.look_up(([check_keys(keys) for keys in requests], self._most_hits))
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """For each key, whether it is missing, a hit or pending. Counts nothing; works with a closed engine, too."""
-        if self._asks is not None:
-            self._asks.advance()
+        """Return whether each key is missing, a hit or pending. Counts nothing; works with a closed engine, too."""
+        self._advance()
         return self._records.status(check_keys(keys))
 
     def status_of(self, key: bytes) -> Status:
-        """Whether one key is missing, a hit or pending. Counts as `lookup([key])` does; `status` counts nothing.
+        """Return whether one key is missing, a hit or pending. Counts as `lookup([key])` does; `status` counts nothing.
 
         A HIT means that the bytes are in the entry. MISS and PENDING count as a miss in statistics and events; only a
         MISS counts towards `store_after`.
@@ -171,9 +191,9 @@ class KeyCache:
         return self._records.status_of(key if type(key) is bytes else check_keys([key])[0])
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:
-        """Where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier, or
-        "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: the key may be
-        evicted, or a tier may lose it. Counts nothing.
+        """Return where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier,
+        or "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: the key may
+        be evicted, or a tier may lose it. Counts nothing.
         """
         statuses = self.status(checked := check_keys(keys))
         places = [_HOST if status is _HIT else _WAITS if status is _PENDING else _MISSING for status in statuses]
@@ -329,8 +349,7 @@ class KeyCache:
             MissingKeyError: a key is absent or not ready; nothing has changed.
             LayoutError: `keys` is not a list of bytes.
         """
-        if self._asks is not None:
-            self._asks.advance()
+        self._advance()
         return self._records.acquire((check_keys(keys), flag("pending", pending)))
 
     # tiers --------------------------------------------------------------------------------------------------------
@@ -390,7 +409,7 @@ class KeyCache:
         raise TypeError(f"{promotion!r} is of an index, which copies nothing: acquire its keys, and load their slots")
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
-        """For each tier in order, counts of the work that the cache has given it. Never blocks."""
+        """Return counts of the work that the cache has given to each tier, in order. Never blocks."""
         if self._asks is not None:
             self._asks.check_process()
         return [] if self._tiers is None else self._tiers.statistics()
@@ -453,9 +472,7 @@ class KeyCache:
         if flag("below", below) and self._tiers is not None:
             self._check_open()
             return self._tiers.remove(keys, lambda: self._remove_from_all(keys, False))
-        if self._asks is not None:
-            self._asks.advance()
-
+        self._advance()
         return self._records.remove((keys, below))
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -485,9 +502,8 @@ class KeyCache:
     # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
-        """Counts since the cache was created, and how many keys it holds now."""
-        if self._asks is not None:
-            self._asks.advance()
+        """Return counts since the cache was created, and how many keys it holds now."""
+        self._advance()
         return self._records.statistics()
 
     def check(self) -> None:
@@ -497,9 +513,7 @@ class KeyCache:
         Raises:
             AssertionError: they do not; the message says where.
         """
-        if self._asks is not None:
-            self._asks.advance()
-
+        self._advance()
         self._records.check(None)
 
     def __len__(self) -> int:
@@ -509,7 +523,7 @@ class KeyCache:
         return f"{type(self).__name__}({self._describe()})"
 
     def _describe(self) -> str:
-        """The state in one line. Takes no lock, so it may be called from anywhere."""
+        """Return the state in one line. Takes no lock, so it may be called from anywhere."""
         table = self._state.table
         counts = f"{len(table.pending)} pending, {len(table.leases)} leases"
         if self._pool is not None:
@@ -518,6 +532,11 @@ class KeyCache:
         return f"{len(table)} of {self.capacity} keys, {counts}; {self._state.pools}{tiers}"
 
     # inner workings -----------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Have the engine find out which transfers have ended."""
+        if self._asks is not None:
+            self._asks.advance()
 
     def _look(self) -> None:
         assert self._asks is not None, "else the caller does not call this"

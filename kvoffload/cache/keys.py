@@ -27,8 +27,8 @@ _TOKEN_BYTES = 4
 def chain_keys(
     token_ids: Any, *, layout: KVLayout | ShardedLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
-    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens. Tokens after the last full key get
-    none.
+    """Compute one key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens. Tokens after the last full
+    key get none.
 
     Each key covers all tokens from the first to the end of its own. So two sequences share exactly the keys of their
     common prefix. Another layout, salt or extra changes every key.
@@ -73,7 +73,7 @@ def chain_keys(
 
 
 def _root(layout: KVLayout | ShardedLayout, salt: str, extra: bytes) -> bytes:
-    """The digest of everything but tokens. Each field's length comes before it, so that no two messages are equal."""
+    """Return the digest of all but tokens. Each field's length comes before it, so that no two messages are equal."""
     if not isinstance(layout, KVLayout | ShardedLayout):
         raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
     if not isinstance(salt, str):
@@ -87,7 +87,7 @@ def _root(layout: KVLayout | ShardedLayout, salt: str, extra: bytes) -> bytes:
 
 
 def as_tokens(token_ids: Any) -> Int64Array:
-    """Token ids as `chain_keys` takes them; raises its ValueError."""
+    """Return token ids as `chain_keys` takes them; raises its ValueError."""
     try:
         return as_ids("token_ids", token_ids, _TOKEN_LIMIT)
     except LayoutError as error:

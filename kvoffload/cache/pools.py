@@ -49,7 +49,7 @@ class RequestRecord:
         self.of_session: OfSession | None = None
 
     def tenant_of_call(self, tenant: str) -> str:
-        """The request's tenant, for a call that names the request and `tenant`."""
+        """Return the request's tenant, for a call that names the request and `tenant`."""
         if tenant not in ("", self.tenant):
             raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
         return self.tenant
@@ -84,10 +84,6 @@ class Pool:
         if request.of_session is not None and isinstance(self.policy, Promised):
             return self.policy.for_promise(request.of_session.promised)
         return self.policy.for_request(request.notes.setdefault(self.number, {}))
-
-    def within_quota(self, newcomers: list[bytes], present: Sequence[int | None]) -> list[bytes]:
-        """The first of a request's new keys that fit in the quota, if its `present` keys, of these pools, stay."""
-        return newcomers if self.max_blocks is None else newcomers[: self.max_blocks - present.count(self.number)]
 
     def restore(self, keys: list[bytes]) -> None:
         """Make the policy know exactly these resident keys, after an exception.
@@ -217,7 +213,7 @@ class Pools:
         return ", ".join(str(pool.policy) for pool in self.all)
 
     def shrink(self, capacity: int) -> None:
-        """The cache stays this small: let `restore` make new policies for so many entries, except the caller's own.
+        """Let `restore` make new policies for so many entries, as the cache stays this small; not the caller's own.
 
         New policies have learned nothing yet.
         """
@@ -227,8 +223,8 @@ class Pools:
                 pool.stale = True
 
     def beside(self, ordinary: Pool, *, retained: bool) -> Pool:
-        """The pool of keys of an ordinary one that hints retain, which go after all of its priority; or that hints have
-        released: these go before all others.
+        """Return the pool beside an ordinary one: of keys that hints retain, which go after all of its priority; or of
+        keys that hints have released, which go before all others.
         """
         pool = self._beside.get((ordinary.number, retained))
         if pool is None:
@@ -241,7 +237,7 @@ class Pools:
         return pool
 
     def of(self, tenant: str) -> Pool:
-        """The pool of a tenant's keys."""
+        """Return the pool of a tenant's keys."""
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         if pool is None:
             known = ", ".join(map(repr, sorted(self.by_tenant)))
@@ -252,8 +248,8 @@ class Pools:
         return pool
 
     def split(self, keys: list[bytes], numbers: Sequence[int | None]) -> list[tuple[Pool, list[bytes]]]:
-        """Keys by the pool that knows them, for which `numbers` has a number each; unknown keys (None) go with the key
-        before them.
+        """Split keys by the pool that knows them. `numbers`: each one's pool; keys that none knows (None) go with the
+        key before them.
         """
         if None in numbers:
             numbers = list(accumulate(numbers, lambda before, now: before if now is None else now, initial=0))[1:]
@@ -281,8 +277,7 @@ class Pools:
             return own_policy.make_room(newcomers, room, protected)
 
         own = None
-        donors = self._donors(pool) if wanted > free else []
-        for other in [*donors, pool]:
+        for other in [*(self._donors(pool) if wanted > free else ()), pool]:
             if other is pool:
                 own = make_room()
             else:
@@ -301,7 +296,7 @@ class Pools:
         return Space(own.admitted, [(each, mine) for each, mine in [(pool, own.victims), *taken] if mine])
 
     def most_newcomers(self, pool: Pool, free: int, protected: Iterable[int]) -> int:
-        """How many new keys of a pool find entries, where `free` hold nothing and some keys have to stay.
+        """Return how many new keys of a pool find entries, where `free` hold nothing and some keys have to stay.
 
         Args:
             protected: for each key that has to stay, its pool's number.
@@ -337,7 +332,7 @@ def _most(max_blocks: int | None, capacity: int) -> int:
 
 
 def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:
-    """`count` victims, or as many as may be evicted."""
+    """Return `count` victims, or as many as may be evicted."""
     count = min(count, len(policy))
     victims = policy.victims(count, protected)
     if victims is None:
@@ -395,11 +390,8 @@ class ReuseFilter:
             self._seen.popitem(last=False)
 
     def passing(self, keys: list[bytes]) -> list[bytes]:
-        if not self.store_after:
-            return keys
         return [key for key in keys if self._seen.get(key, 0) >= self.store_after]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        if self.store_after:
-            for key in keys:
-                self._seen.pop(key, None)
+        for key in keys:
+            self._seen.pop(key, None)

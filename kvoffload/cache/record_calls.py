@@ -63,20 +63,6 @@ def end_later(owner: Guarded, record: Record) -> None:
     owner._state.abandoned.append(record)
 
 
-def from_truth(answer: Callable[[_O, _A], _R]) -> Callable[[_O, _A], _R]:
-    """Answer in the middle of another call; refuse if a policy asks, since that call is changing it, or follows its
-    advice.
-    """
-
-    def nested(owner: _O, argument: _A) -> _R:
-        state = owner._state
-        if state.consulting or any(pool.stale for pool in state.pools.all):
-            refuse(owner, argument)
-        return answer(owner, argument)
-
-    return nested
-
-
 def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = refuse) -> Callable[[_O, _A], _R]:
     """Make a method a call of the cache. Public calls check their arguments, and then make one guarded call.
 
@@ -135,15 +121,19 @@ reading: _GivesState = guarded(_given_the_state, nested=_given_the_state)
 
 
 def unready(table: EntryTable) -> list[ReservationRecord]:
-    """Reservations whose entries may not hold their bytes yet, judged by the truth alone."""
+    """Return the reservations whose entries may not hold their bytes yet, judged by the truth alone."""
     return [record for record in list(table.reservations) if record.stage is not Stage.COMMITTED]
 
 
-@from_truth
 def statuses_from_truth(owner: Guarded, keys: list[bytes]) -> list[Status]:
-    of = owner._state.table.of
-    pending = {index for record in unready(owner._state.table) for index in record.indices}
-    entries = map(of.get, keys)
+    """Answer in the middle of another call; refuse if a policy asks, since that call is changing it, or follows its
+    advice.
+    """
+    state = owner._state
+    if state.consulting or any(pool.stale for pool in state.pools.all):
+        refuse(owner, keys)
+    pending = {index for record in unready(state.table) for index in record.indices}
+    entries = map(state.table.of.get, keys)
     return [Status.MISS if entry is None else Status.PENDING if entry in pending else Status.HIT for entry in entries]
 
 
@@ -170,7 +160,7 @@ class RecordCalls:
         self.recorder = state.recorder
 
     def share(self, part: float) -> int:
-        """A part of the entries that there are now, at least one."""
+        """Return how many entries `part` of the current ones are, at least one."""
         return max(1, int(part * self._state.table.capacity))
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -199,7 +189,7 @@ class RecordCalls:
 
     @partial(guarded, nested=_hits_from_truth)
     def look_up(self, given: tuple[list[list[bytes]], int | None]) -> list[int]:
-        """How many leading keys of each request are ready. `given`: the requests, and the most hits of one."""
+        """Return how many leading keys of each request are ready. `given`: the requests, and the most hits of one."""
         requests, most = given
         state, hits = self._state, list[int]()
         table = state.table
@@ -257,7 +247,7 @@ class RecordCalls:
 
     @guarded
     def reserve(self, given: tuple[list[bytes], list[ReservationRecord], RequestRecord | None]) -> ReservationRecord:
-        """`load(keys, request)` and `reserve(keys, request=request)` of an index, in one call.
+        """Do `load(keys, request)` and `reserve(keys, request=request)` of an index in one call.
 
         Args:
             given: the keys; the list that gets the record; the open request. End the record by `commit`, `abort` or
@@ -287,7 +277,7 @@ class RecordCalls:
 
     @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
-        """Called inside another call of the index, it takes effect at the next call.
+        """Abort a reservation; inside another call of the index, at the next call.
 
         The caller may have submitted stores into the entries that no record knows. So the entries stay held until
         such transfers in flight have ended: a tier's thread would write into them at once.
@@ -322,7 +312,7 @@ class RecordCalls:
 
     @guarded
     def hold(self, given: tuple[list[bytes], list[LeaseRecord], RequestRecord | None, list[bytes]]) -> LeaseRecord:
-        """`acquire(keys)` and `load(used, request)` of an index, in one call.
+        """Do `acquire(keys)` and `load(used, request)` of an index in one call.
 
         Args:
             given: the keys; the list that gets the record; the open request; and `used`: the keys in the order in which
@@ -338,7 +328,7 @@ class RecordCalls:
 
     @guarded
     def acquire(self, given: tuple[list[bytes], bool]) -> Lease:
-        """`given`: keys, pending."""
+        """Hold keys by a lease. `given`: keys, pending."""
         return self.begin_lease(*given)
 
     @guarded
@@ -347,18 +337,18 @@ class RecordCalls:
 
     @guarded
     def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
-        """`load(keys, request)` of an index."""
+        """Do `load(keys, request)` of an index."""
         keys, opened = given
         self._state.use(keys, opened)
 
     @partial(guarded, nested=end_later)
     def release(self, record: LeaseRecord) -> None:
-        """Called inside another call of the index, it takes effect at the next call."""
+        """Release a lease; inside another call of the index, at the next call."""
         self._state.end(record)
 
     @guarded
     def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
-        """`given`: tenant, session, and what is called with the keys at the end."""
+        """Open a request. `given`: tenant, session, and what is called with the keys at the end."""
         (tenant, session, on_end), state = given, self._state
         state.pools.of(tenant)
         record = RequestRecord(state, tenant, on_end)
@@ -367,7 +357,7 @@ class RecordCalls:
 
     @guarded
     def end_request(self, record: RequestRecord) -> bool:
-        """Returns whether this call has ended it."""
+        """End a request. Returns whether this call has ended it."""
         if record.ended:
             return False
         record.ended = True
@@ -376,8 +366,8 @@ class RecordCalls:
 
     @guarded
     def hint(self, given: tuple[Hint, bool]) -> tuple[HintAnswer, list[bytes], RequestRecord]:
-        """`given`: a hint, and whether there are tiers. Returns the answer, the keys that tiers are to move, and the
-        request that they are for if they come.
+        """Carry out a hint. `given`: the hint, and whether there are tiers. Returns the answer, the keys that tiers are
+        to move, and the request that they are for if they come.
         """
         (hint, has_tiers), state = given, self._state
         state.pools.of(hint.tenant)
@@ -415,7 +405,7 @@ class RecordCalls:
 
     @guarded
     def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
-        """The status of each key; None if it is pending, and will be ready or missing without a call of the cache.
+        """Return the status of each key; None for a pending one that ends without a commit or abort of a caller's.
 
         With `hold`, the lease holds the ready keys, so that nothing evicts them; None: no key is ready.
         """
@@ -455,11 +445,11 @@ class RecordCalls:
         return handle
 
     def bring(self, keys: list[bytes], wait: float | None) -> None:
-        """Before a promotion without tiers: let whoever has the index promote the keys. Here nothing comes."""
+        """Let whoever has the index promote the keys, before a promotion without tiers. Here nothing comes."""
 
     @guarded
     def set_free(self, given: tuple[tuple[bytes, ...], str]) -> None:
-        """`given`: keys of a tenant, which go first from now on, as far as they are resident."""
+        """Let resident keys of a tenant go first from now on. `given`: the keys, the tenant."""
         state, (keys, tenant) = self._state, given
         state.consistent = False
         state.with_sessions().set_free([key for key in keys if key in state.table.of], tenant)
@@ -467,7 +457,7 @@ class RecordCalls:
 
     @guarded
     def hinted(self, keys: tuple[bytes, ...]) -> dict[bytes, bool]:
-        """Which of these keys are retained by a hint (True), and which released (False)."""
+        """Return which of these keys hints retain (True), and which they have released (False)."""
         table, pools = self._state.table, self._state.pools.all
         if len(pools) == 1:
             return {}
@@ -476,7 +466,7 @@ class RecordCalls:
 
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:
-        """The keys that would be evicted for `count` new ones, beyond the free entries. Changes nothing."""
+        """Return the keys that would be evicted for `count` new ones, beyond the free entries. Changes nothing."""
         table, found = self._state.table, list[bytes]()
         wanted = count - table.num_free
         for pool in sorted(self._state.pools.all, key=lambda pool: pool.priority):
@@ -499,8 +489,8 @@ def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationReco
     """Put a record for each key in the place of an open one."""
     parts = []
     for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-        part = ReservationRecord(record.pool, record.tenant, [key], [], [], record.policy)
-        part.positions, part.indices, part.promoted = (position,), [index], record.promoted
+        part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], record.policy, record.groups)
+        part.indices, part.promoted = [index], record.promoted
         parts.append(part)
     table.reservations.update(parts)
     table.reservations.discard(record)
@@ -509,7 +499,7 @@ def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationReco
 
 
 def leading(table: EntryTable, keys: list[bytes]) -> int:
-    """How many leading keys have entries.
+    """Return how many leading keys have entries.
 
     Keys stored together mostly have adjacent entries. Comparing those in order costs a fifth of looking up each key in
     a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.

@@ -84,7 +84,7 @@ class Reservation:
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
-        """For each of `keys`, in order, the engine's slot with its blocks of this group: int64, (keys,)."""
+        """Return the engine's slot of each of `keys`, in order, with its blocks of this group: int64, (keys,)."""
         return self._records.slots(self.indices, group)
 
     def commit(self, *jobs: Completion) -> None:
@@ -170,11 +170,11 @@ class Lease:
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:
-        """For each of `keys`, in order, the engine's slot with its blocks of this group: int64, (keys,)."""
+        """Return the engine's slot of each of `keys`, in order, with its blocks of this group: int64, (keys,)."""
         return self._records.slots(self.indices, group)
 
     def order_before(self, stream: CacheStreams) -> None:
-        """Work queued on `stream` from now on starts after all entries have been written. The host waits only for
+        """Make work queued on `stream` from now on wait until all entries have been written. The host waits only for
         copies that are not in the driver's queues yet: up to a second for each store; then it raises CapacityError, and
         you may call it again.
 
@@ -197,8 +197,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known."""
-        for source in self._record.sources:
-            source.raise_if_failed(self._record.indices)
+        self._record.check_sources()
 
     def release(self) -> None:
         """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
@@ -271,7 +270,7 @@ class CacheJob(Waitable[list[TransferResult]]):
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
         finally:
             self._settle()
-        self._check_sources()
+        self._record.check_sources()
         return results
 
     @property
@@ -298,14 +297,14 @@ class CacheJob(Waitable[list[TransferResult]]):
             if job.error is not None:
                 return job.error
         try:
-            self._check_sources()
+            self._record.check_sources()
         except TransferError as error:
             return error
         return None
 
     def outcome(self) -> list[TransferResult]:
-        """A result per job once all have ended, with the `error` of each that failed; does not raise those errors. Only
-        `error` and `wait` tell of the failed store of a key that `load(pending=True)` found pending.
+        """Return a result per job once all have ended, with the `error` of each that failed, and raise none of these.
+        Only `error` and `wait` tell of the failed store of a key that `load(pending=True)` found pending.
 
         Raises:
             RuntimeError: a job is not known to have ended; `wait` for it, or ask `done`, first.
@@ -318,7 +317,7 @@ class CacheJob(Waitable[list[TransferResult]]):
         return self.jobs[0].num_parts if self.jobs else 1
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
-        """Work queued on `stream` from now on starts after all jobs have ended. The host waits only for copies that
+        """Make work queued on `stream` from now on wait until all jobs have ended. The host waits only for copies that
         are not in the driver's queues yet: up to a second for each job; then it raises CapacityError, and you may
         call it again.
 
@@ -334,12 +333,6 @@ class CacheJob(Waitable[list[TransferResult]]):
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
-
-    def _check_sources(self) -> None:
-        record = self._record
-        if isinstance(record, LeaseRecord):
-            for source in record.sources:
-                source.raise_if_failed(record.indices)
 
     @property
     def _settled(self) -> bool:
@@ -369,7 +362,7 @@ def check_open(record: ReservationRecord) -> None:
 
 
 def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
-    """The reservation to wait for before the key can be read; None if it is ready."""
+    """Return the reservation to wait for before the key can be read; None if it is ready."""
     record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
     if key not in table.of:
         raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
@@ -457,7 +450,7 @@ class LoadArguments(NamedTuple):
 
 
 def record_of(request: CacheRequest, owner: object) -> RequestRecord:
-    """The record behind a `request=` argument. Under the lock."""
+    """Return the record behind a `request=` argument. Under the lock."""
     if not isinstance(request, CacheRequest):
         raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
     record = request._record

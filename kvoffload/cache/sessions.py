@@ -64,7 +64,7 @@ class HintAnswer(NamedTuple):
 
 
 def default_ttl(due: float | None) -> float:
-    """Seconds that a hint without `ttl` holds: at least as long as a promise with this `due` may."""
+    """Return the seconds that a hint without `ttl` holds: at least as long as a promise with this `due` may."""
     return max(300.0, _OVERDUE * (due or 0.0))
 
 
@@ -102,8 +102,8 @@ class Chain:
         self.prefetch: Callable[[], RequestRecord | None] = lambda: None  # goes on, or None
 
     def continued_by(self, keys: list[bytes]) -> bool:
-        """Whether another request begins with nearly all of these keys: it goes on where this one ended. Others are
-        branches: an agent asks for a title, or starts others, and comes back to this one.
+        """Return whether another request begins with nearly all of these keys: it goes on where this one ended. Others
+        are branches: an agent asks for a title, or starts others, and comes back to this one.
         """
         most = len(self.keys) - max(1, len(self.keys) // 10)
         return keys[:most] == self.keys[:most]
@@ -145,13 +145,13 @@ class Session:
         return max(0, int(_TRUST * (self.kept - self.broken)))
 
     def settle(self, kept: float, broken: float) -> None:
-        """The latest promise is over."""
+        """End the latest promise, of which so many blocks were kept and broken."""
         self.kept, self.broken = _FADING * self.kept + kept, _FADING * self.broken + broken
         self.watched = []
 
     def asked(self, keys: list[bytes], most: int) -> None:
-        """A request has ended that asked for these keys, of which `most` count. What was promised is settled if that is
-        most of it: until then it may have been a branch, and the promise stands.
+        """Settle the promise if a request has asked for most of it; else that may have been a branch, and the promise
+        stands. Of the blocks found at most `most` count as kept.
         """
         watched = self.watched
         found = len(watched if keys[: len(watched)] == watched else set(watched).intersection(keys))
@@ -179,8 +179,8 @@ class SessionRequest:
         return record is not None and not record.ended
 
     def pool_for(self, known: Set[bytes], keys: Collection[bytes], ordinary: Pool) -> Pool:
-        """Where the request stores these keys. `known`: its keys so far, which are counted only if trust needs it: a
-        request may store one key after the other.
+        """Return the pool in which the request stores these keys. `known`: its keys so far, which are counted only if
+        trust needs it: a request may store one key after the other.
         """
         if self.retained is None:
             return ordinary
@@ -225,18 +225,18 @@ class Sessions:
         return len(self._all)
 
     def recount(self) -> None:
-        """After an interrupt: no other call looks at every session."""
+        """Count the keys in chains again, after an interrupt: no other call looks at every session."""
         self._known = sum(len(chain.keys) for session in self._all.values() for chain in session.chains)
 
     def counts(self) -> dict[str, Any]:
-        """For `CacheStatistics`."""
+        """Return the fields of `CacheStatistics` that are about hints."""
         answers = sorted((" ".join(answer), count) for answer, count in self.answers.items())
         return {"hints": tuple(answers), "retained_hits": self.hits}
 
     # requests -----------------------------------------------------------------------------------------------------
 
     def open(self, name: str, tenant: str, record: weakref.ref[RequestRecord]) -> SessionRequest:
-        """A request of a session begins."""
+        """Begin a request of a session."""
         self.advance()
         session = self._of(name, tenant)
         if session is None:
@@ -247,7 +247,7 @@ class Sessions:
         return request
 
     def ended(self, request: SessionRequest, keys: list[bytes]) -> None:
-        """A request of a session has ended: its keys take the place of those of the request that it continues."""
+        """End a request of a session: its keys take the place of those of the request that it continues."""
         session, owner, stored = request.session, self._owner, request.stored
         if not keys or session.forgotten:
             self._close(request)
@@ -280,20 +280,20 @@ class Sessions:
         self._forget_some()
 
     def asked(self, pool: Pool, keys: list[bytes]) -> None:
-        """A request asks for resident keys that are retained or released; these are not released any more."""
+        """Note that a request asks for resident keys that are retained or released; released ones become ordinary."""
         if not pool.released:
             self.hits += len(keys)
         elif pool.beside is not None:
             self._move(keys, pool.beside)
 
     def used_by_others(self, keys: Sequence[bytes]) -> None:
-        """A request without a session has used these keys: no session may release them."""
+        """Note that a request without a session has used these keys: no session may release them."""
         self.advance()
         self._asked += len(keys)
         self.shared(keys, None)
 
     def shared(self, keys: Iterable[bytes], request: OfSession | None) -> None:
-        """A request uses these keys: from now on no other session may release them."""
+        """Note that a request uses these keys: from now on no other session may release them."""
         owner, mine = self._owner, request.session if isinstance(request, SessionRequest) else None
         owner.update(dict.fromkeys(key for key in keys if owner.get(key, mine) is not mine))
 
@@ -316,8 +316,8 @@ class Sessions:
     # hints --------------------------------------------------------------------------------------------------------
 
     def execute(self, hint: Hint, has_tiers: bool) -> tuple[HintAnswer, list[bytes]]:
-        """Returns the answer, and the keys that the tiers are to write ("demote") or to bring ("prefetch"); see
-        `promised`.
+        """Carry out a hint. Returns the answer, and the keys that the tiers are to write ("demote") or to bring
+        ("prefetch"); see `promised`.
         """
         self.advance()
         answer, keys = self._execute(hint, has_tiers)
@@ -357,8 +357,8 @@ class Sessions:
         return hint.done(absent), chain.keys
 
     def promised(self, hint: Hint, record: RequestRecord) -> None:
-        """Keys that tiers bring for "prefetch" are retained like the keys of an open request: `record`. It lives as
-        long as the tiers work for the hint.
+        """Note that tiers work for a hint, as long as `record` lives. Keys that they bring for "prefetch" are retained
+        like the keys of an open request, which is `record`.
         """
         session = self._all[hint.tenant, _short(hint.session)]
         if hint.action == "demote":
@@ -408,7 +408,7 @@ class Sessions:
         return hint.done(len(mine), "" if len(mine) == len(resident) else _SHARED)
 
     def _let_go(self, session: Session) -> None:
-        """The session has ended. What it had promised, and not asked for again, it has promised in vain."""
+        """Set the keys of an ended session free. Promises that it has not come back for were in vain."""
         mine, _ = self._own(session)
         for chain in session.chains:
             self._end_promise(session.tenant, chain.promise)
@@ -419,8 +419,8 @@ class Sessions:
         self.set_free(mine, session.tenant)
 
     def set_free(self, keys: list[bytes], tenant: str) -> None:
-        """These resident keys go before all others, if they are the tenant's, ordinary, and of one session alone, which
-        has no open request.
+        """Let these resident keys go before all others, if they are the tenant's, ordinary, and of one session alone,
+        which has no open request.
         """
         ordinary, free = self._pools.of(tenant), list[bytes]()
         for key, number in zip(keys, self._table.pool_numbers(keys), strict=True):
@@ -435,7 +435,7 @@ class Sessions:
         return min(1.0, self._promising / max(1.0, self._asked))
 
     def _of(self, name: str, tenant: str) -> Session | None:
-        """The session, if it is known; its promise is broken if its time is over."""
+        """Return the session, if it is known, and break its promise if its time is over."""
         session = self._all.get((tenant, _short(name)))
         if session is not None:
             self._all.move_to_end((tenant, _short(name)))
@@ -444,7 +444,7 @@ class Sessions:
         return session
 
     def _own(self, session: Session) -> tuple[list[bytes], list[bytes]]:
-        """The resident keys of a session that nobody else has used, and all of them."""
+        """Return the resident keys of a session that nobody else has used, and all of them."""
         resident = dict.fromkeys(key for chain in session.chains for key in chain.keys if key in self._table.of)
         return [key for key in resident if self._owner.get(key) is session], list(resident)
 
@@ -453,7 +453,7 @@ class Sessions:
         return Promise(place_of(now, ttl, due), now + (ttl if due is None else min(ttl, _OVERDUE * due)), tenant)
 
     def _tenant_share(self, tenant: str, retained: Pool, but: Sequence[bytes]) -> int:
-        """How many more keys may be retained for a tenant, besides some."""
+        """Return how many more keys may be retained for a tenant, besides some."""
         share = self._table.capacity
         if len(self._pools.by_tenant) > 1 and isinstance(retained.policy, Promised):
             share = int(TENANT_SHARE * share) - retained.policy.promised_by(tenant, but)
@@ -488,13 +488,13 @@ class Sessions:
         return policy.live(promise)
 
     def _close(self, request: SessionRequest) -> None:
-        """What a request has promised while it was open ends; its chain may have a promise of its own by now."""
+        """End what a request has promised while it was open; its chain may have a promise of its own by now."""
         self._open.pop(request, None)
         self._end_promise(request.session.tenant, request.promised)
         request.promised = request.retained = None
 
     def _end_promise(self, tenant: str, promise: Promise | None) -> None:
-        """What it retains becomes ordinary."""
+        """End a promise: what it retains becomes ordinary."""
         if promise is None:
             return
         ordinary = self._pools.of(tenant)
@@ -503,7 +503,7 @@ class Sessions:
         promise.until = -inf  # also for keys that a tier brings for it later
 
     def _forget_some(self) -> None:
-        """Promises of forgotten sessions end when their time is over."""
+        """Forget the sessions not heard of longest, beyond the bounds. Their promises end when their time is over."""
         while len(self._all) > self._most or (self._known > self._most_keys and self._all):
             session = self._all.popitem(last=False)[1]
             session.forgotten = True  # keys that it owns refer to it

@@ -37,7 +37,7 @@ from kvoffload.cache.entries import (
     Record,
     ReservationRecord,
 )
-from kvoffload.cache.pools import OfSession, Pool, Pools, RequestRecord, ReuseFilter, Victims
+from kvoffload.cache.pools import OfSession, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.sessions import SessionRequest, Sessions
@@ -98,7 +98,7 @@ class CacheState:
         self.num_groups = 1 if engine is None else engine.layout.num_groups
         grows = engine is not None and engine.pinned_slots < engine.num_slots
         self.growing = engine if grows else None  # so that each call asks how many entries there are
-        self.coded = any(codec != "raw" for codec in getattr(getattr(engine, "layout", None), "codecs", ()))
+        self.coded = engine is not None and any(codec != "raw" for codec in engine.layout.codecs)
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class CacheState:
                 self.awaited.pop(record, None)
 
     def _grow(self, engine: CacheEngine) -> None:
-        """The entries whose slots are pinned by now are usable. Their slots are taken in order, so a number tells."""
+        """Make the entries usable whose slots are pinned by now. Slots are pinned in order, so a number tells which."""
         growing = engine.growing  # asked first: once it is False, `pinned_slots` is final
         self.table.capacity = self.pools.capacity = entries = engine.pinned_slots // self.num_groups
         if not growing:
@@ -183,8 +183,8 @@ class CacheState:
     def propose(
         self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
     ) -> ReservationRecord:
-        """A record of the effects of storing these keys. Changes nothing, with two exceptions: an open request gets the
-        keys, and with `uses` it uses the present ones.
+        """Decide what storing these keys does, and return the record of it. Changes nothing, with two exceptions: an
+        open request gets the keys, and with `uses` it uses the present ones.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
@@ -203,7 +203,7 @@ class CacheState:
             self.use(keys, opened)
         new = self.filter.passing(missing) if self.filter.store_after else missing
         if pool.max_blocks is not None:
-            new = pool.within_quota(new, table.pool_numbers(present))
+            new = new[: pool.max_blocks - table.pool_numbers(present).count(pool.number)]  # if the present ones stay
         victims: Victims = []
         free, short = table.num_free, False
         if not table.capacity:
@@ -220,14 +220,13 @@ class CacheState:
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
-        record = ReservationRecord(pool, tenant, new, victims, present, policy)
+        record = ReservationRecord(pool, tenant, new, range(len(new)), victims, present, policy, self.num_groups)
         if len(new) < len(keys):
             chosen = set(new)
             record.positions = [place for place, key in enumerate(keys) if key in chosen]
             if len(new) < len(missing):
                 record.declined = [key for key in missing if key not in chosen]
             record.short = short
-        record.groups = self.num_groups
         if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
             if opened.of_session is not None:
@@ -318,7 +317,7 @@ class CacheState:
         self.consistent = True
 
     def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
-        """The record is settled as soon as these transfers of the caller's have ended."""
+        """Have the record settled as soon as these transfers of the caller's have ended."""
         self.consistent = False
         record.jobs = jobs
         record.stage = SETTLING
@@ -347,8 +346,7 @@ class CacheState:
             record.stage = ABORTED
             mine = table.still_mine(record)
             held = not record.transfers_ended
-            for pool, keys in self.pools.split(mine, table.pool_numbers(mine)):  # hints may have moved them
-                self._unlink(pool, keys)
+            self._unlink(mine)
             if held:
                 self.awaited[record] = None
             else:
@@ -365,32 +363,33 @@ class CacheState:
         """
         of, entries = self.table.of, dict(zip(record.keys, record.indices, strict=True))
         mine = [key for key, index in entries.items() if index in unfit and of.get(key) == index]
-        for pool, keys in self.pools.split(mine, self.table.pool_numbers(mine)):
-            self.consistent = False
-            self._unlink(pool, keys)
+        for _, keys in self.pools.split(mine, self.table.pool_numbers(mine)):
+            self._unlink(keys)
             self._note_removed(keys)
-            self.recorder.note_unfit(keys, "" if isinstance(record, LeaseRecord) else record.tenant)
+            self.recorder.note_unfit(keys, record.tenant)
 
-    def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
+    def _unlink(self, keys: list[bytes]) -> None:
+        """Take keys out of their entries and pools. The caller makes the state consistent."""
         of = self.table.of
-        indices = list(map(of.__getitem__, keys))
-        if self.journal is not None:
-            self.journal.removed(indices)
-        for key in keys:
-            del of[key]
-        for index in indices:
-            self.table.unlink(index)
-        pool.stale = True
-        if keys:
-            pool.policy.remove(keys, evicted=False)
-        pool.stale = False
+        for pool, mine in self.pools.split(keys, self.table.pool_numbers(keys)):  # hints may have moved them
+            self.consistent = False
+            indices = list(map(of.__getitem__, mine))
+            if self.journal is not None:
+                self.journal.removed(indices)
+            for key in mine:
+                del of[key]
+            for index in indices:
+                self.table.unlink(index)
+            pool.stale = True
+            pool.policy.remove(mine, evicted=False)
+            pool.stale = False
 
     # reading ------------------------------------------------------------------------------------------------------
 
     def propose_lease(
         self, keys: list[bytes], pending: bool, loads: bool = False, opened: RequestRecord | None = None
     ) -> LeaseRecord:
-        """A record for reading the entries of these keys. Changes nothing.
+        """Return a record for reading the entries of these keys. Changes nothing.
 
         Args:
             loads, opened: `use` follows, for this request; see `PooledState`.
@@ -402,12 +401,11 @@ class CacheState:
         if None in indices or (table.pending and not table.pending.keys().isdisjoint(keys)):
             awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
             sources = tuple(dict.fromkeys(filter(None, awaited)))
-        self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
-        lease.groups = self.num_groups
+        self.proposed = lease = LeaseRecord(keys, indices, sources, self.num_groups)  # type: ignore[arg-type]  # no None
         return lease
 
     def begin(self, lease: LeaseRecord) -> None:
-        """Each of its entries gets one more holder."""
+        """Begin a lease: each of its entries gets one more holder."""
         self.consistent = False
         self.table.leases.add(lease)
         holds = self.table.holds
@@ -434,7 +432,7 @@ class CacheState:
         self.consistent = True
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
-        """A request loads these keys. Keys that are not resident, or that were its own before, are passed over."""
+        """Tell the policies that a request loads these keys, except keys not resident and keys that were its own."""
         if opened is not None and opened.keys:
             keys = list(filterfalse(opened.keys.__contains__, keys))
         unique = dict.fromkeys(keys)
@@ -463,7 +461,7 @@ class CacheState:
         self.consistent = True
 
     def touch(self, used: list[bytes], of_session: OfSession | None = None) -> None:
-        """A request with these keys, no repeats, found or not, has ended."""
+        """Tell the policies that a request has ended. `used`: its keys, found or not, without repeats."""
         table, pools = self.table, self.pools
         try:
             entries = list(map(table.of.__getitem__, used))
@@ -499,11 +497,9 @@ class CacheState:
         self.touch(list(record.keys), record.of_session)
 
     def remove(self, keys: list[bytes]) -> None:
-        """Resident keys, no repeats, lose their entries; their reservations go on without them."""
+        """Take resident keys, no repeats, out of their entries; their reservations go on without them."""
         gone = self.table.originals(keys)
-        for pool, mine in self.pools.split(gone, self.table.pool_numbers(gone)):
-            self.consistent = False
-            self._unlink(pool, mine)
+        self._unlink(gone)
         self._note_removed(gone)
         self.consistent = True
 
@@ -546,6 +542,6 @@ class CacheState:
                 self.working = False
 
     def slots(self, indices: Sequence[int], group: int) -> Int64Array:
-        """The slots of these entries in a group: entry `i` owns `num_groups` slots, one after the other."""
+        """Return the slots of these entries in a group: entry `i` owns `num_groups` slots, one after the other."""
         slots = np.array(indices, dtype=np.int64)
         return slots if self.num_groups == 1 else slots * self.num_groups + group

@@ -22,8 +22,8 @@ EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", 
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
-_COUNTED = ("promoted", "evicted", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
+_COUNTED = ("promoted", "evicted", "removed", *_BY_TENANT)
 _FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
 _MANY = 64  # the same, where nearly all of it is done in C
 _SHOWN_WHERE_NOT_0 = (
@@ -182,8 +182,7 @@ class StatisticsRecorder:
         self._hits_in_tiers = Counter[str]()  # among the hits, by the tier's name
         self._notifier: dict[str, list[int]] = {}  # "now": the thread of the call of `notify` that calls the hook
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
-        self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
-        self._by_tenant: dict[str, dict[str, int]] = {}
+        self._counts = Counter[tuple[EventKind, str]]()  # keys, by the event's kind and tenant
         self._touched_blocks = 0
         try:
             self._stored_at = np.zeros(capacity)  # by entry, seconds
@@ -199,11 +198,7 @@ class StatisticsRecorder:
         self._distances = Tally(_REUSE_DISTANCES)
 
     def note(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
-        if kind not in _BY_TENANT:
-            self._counts[kind] += len(keys)
-        elif keys:
-            counts = self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, dict.fromkeys(_BY_TENANT, 0))
-            counts[kind] += len(keys)
+        self._counts[kind, tenant] += len(keys)
         if self._on_event is not None:
             self.announce(kind, keys, tenant)
 
@@ -222,7 +217,7 @@ class StatisticsRecorder:
         if in_tiers:
             self._hits_in_tiers.update(in_tiers)
 
-    def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
+    def note_stored(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, promoted: bool) -> None:
         now, each = time.monotonic(), self._stored_at_each
         for entry in entries:  # numpy takes as long for many, and longer for few
             each[entry] = now
@@ -233,28 +228,28 @@ class StatisticsRecorder:
         self.note("declined", keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
-        """These entries hold keys of an earlier process: their residency counts from now on."""
+        """Count the residency of these entries, which hold keys of an earlier process, from now on."""
         now = time.monotonic()
         self._stored_at[entries] = now
 
-    def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
+    def note_evicted(self, keys: Sequence[bytes], entries: Sequence[int]) -> None:
         now = time.monotonic()
         if len(entries) <= _FEW:
             for entry in entries:
                 self._residency.add_one(now - self._stored_at_each[entry])
         else:
             self._residency.add(now - self._stored_at[entries])
-        self._counts["evicted"] += len(keys)
+        self._counts["evicted", ""] += len(keys)
         if self._on_event is not None:
             self.announce("evicted", keys)
 
-    def note_new(self, entries: list[int]) -> None:
-        """These entries have new keys, which may be touched before they are stored."""
+    def note_new(self, entries: Sequence[int]) -> None:
+        """Forget earlier touches of these entries: they have new keys, which may be touched before they are stored."""
         for entry in entries:
             self._touched_at_each[entry] = 0
 
     def note_touched(self, entries: list[int], blocks: int) -> None:
-        """A request for so many blocks has ended; `entries`: those present."""
+        """Count the touches of a request that has ended. `blocks`: those it asked for; `entries`: those present."""
         now = self._touched_blocks
         self._touched_blocks = later = now + blocks
         if not entries:
@@ -281,8 +276,12 @@ class StatisticsRecorder:
         self._touched_at[several] = later
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
-        counts: dict[str, Any] = {kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT}
-        counts.update(self._counts)
+        counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+        by_tenant: dict[str, dict[str, int]] = {}
+        for (kind, tenant), count in list(self._counts.items()):
+            counts[kind] += count
+            if count and kind in _BY_TENANT:
+                by_tenant.setdefault(tenant, {})[kind] = count
         return CacheStatistics(
             capacity=capacity,
             resident=resident,
@@ -290,7 +289,7 @@ class StatisticsRecorder:
             pinned=pinned,
             residency_seconds=self._residency.snapshot(),
             reuse_distance_blocks=self._distances.snapshot(),
-            tenants=tuple((name, TenantCounts(**counts)) for name, counts in sorted(self._by_tenant.items())),
+            tenants=tuple((name, TenantCounts(**mine)) for name, mine in sorted(by_tenant.items())),
             lookups=self.lookups,
             hits=self.hits,
             hits_from=(("host", self.hits - self._hits_in_tiers.total()), *sorted(self._hits_in_tiers.items())),
@@ -300,7 +299,7 @@ class StatisticsRecorder:
         )
 
     def reporting(self, thread: int = 0) -> bool:
-        """Whether the hook is being told of events, or will be, other than by this thread (0: the caller's)."""
+        """Return whether another thread than this (0: the caller's) is telling the hook of events, or will tell it."""
         notifier = self._notifier.get("now")
         if notifier is None:
             return bool(self.unreported)

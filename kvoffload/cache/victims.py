@@ -54,7 +54,7 @@ def find_space(
 
 
 def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
-    """As many of `new`, from the first, as find space, and that space; None if the first finds none.
+    """Return as many of `new`, from the first, as find space, and that space; None if the first finds none.
 
     A bisection: counting the keys that an open request protects would take longer the more they are.
     """
@@ -93,7 +93,7 @@ def _check_victims(table: EntryTable, victims: Victims, protected: Protected) ->
 
 
 def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str:
-    """Why not all missing keys are admitted, and a remedy."""
+    """Say why not all missing keys are admitted, and name a remedy."""
     if short:
         return (
             f"{missing} keys find {table.num_free} entries free (capacity {table.capacity}), and too few of "

@@ -34,6 +34,7 @@ from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.internal.waiting import wait_until
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.planning.transfer_plan import LOAD, STORE, Direction
 from kvoffload.tuning import CopierName
@@ -69,10 +70,11 @@ class Engine(Generic[_After, _Plan]):
 
     Attributes:
         devices: the devices that the transfers run on.
-        num_slots, max_in_flight: as given.
+        layout, num_slots, max_in_flight: as given.
         lock: as `OffloadEngine` has it.
     """
 
+    layout: KVLayout | ShardedLayout
     devices: tuple[Device, ...]
     num_slots: int
     max_in_flight: int

@@ -98,6 +98,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         RuntimeError: you called it inside another call of an engine on this device, in the same thread.
     """
 
+    layout: KVLayout
+
     def __init__(
         self,
         layout: KVLayout,

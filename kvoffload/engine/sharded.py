@@ -93,6 +93,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         After any error nothing stays pinned.
     """
 
+    layout: ShardedLayout
+
     def __init__(
         self,
         layouts: Sequence[KVLayout] | ShardedLayout,

@@ -125,8 +125,7 @@ class PooledState(CacheState):
             tenant = opened.tenant_of_call(tenant)
             opened.keys.update(dict.fromkeys(keys))
         named = self.pools.of(tenant)
-        record = ReservationRecord(named, self.pool.tenant, [], [], [], named.policy)
-        record.groups = self.num_groups
+        record = ReservationRecord(named, self.pool.tenant, [], (), [], [], named.policy, self.num_groups)
         self.proposed = record
         if not keys:
             return record

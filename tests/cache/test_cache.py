@@ -6,22 +6,18 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from caching import caches, grouped
-from counting import steps
-from helpers import LEVELS, Rig, cache_state, change_streams, in_threads, keys, release, rig, simulated, whole
+from helpers import LEVELS, Rig, cache_state, change_streams, keys, release, rig, simulated
 from seeds import seeds
 
-import kvoffload
 from kvoffload import (
     NO_WAIT,
     BlockCache,
     CapacityError,
-    ClosedError,
     KVLayout,
     LayoutError,
     MissingKeyError,
@@ -57,32 +53,6 @@ def test_what_was_stored_can_be_found_and_loaded(level: str) -> None:
         assert (statistics.lookups, statistics.hits, statistics.stored, statistics.loaded) == (6, 3, 3, 2)
 
 
-def test_a_key_may_be_loaded_to_several_blocks(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    cache.store(keys(0), [10]).wait(10)
-    cache.load(keys(0, 0, 0), [20, 21, 22]).wait(10)
-    assert all((bench.block(block) == 11).all() for block in (20, 21, 22))
-
-
-def test_publish_only_after_the_copy_has_completed(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    held = bench.stream()
-    gate = bench.gate(held)
-    bench.fill(held, 77)
-    job = cache.store(keys(0), [3], after=held)
-    bench.settle()
-    assert not job.done
-    assert cache.lookup(keys(0)) == 0
-    assert cache.statistics().pending == 1
-    with pytest.raises(MissingKeyError, match="still being stored"):
-        cache.load(keys(0), [20])
-    gate.open()
-    job.wait(10)
-    assert cache.lookup(keys(0)) == 1
-    cache.load(keys(0), [20]).wait(10)
-    assert (bench.block(20) == 77).all()
-
-
 def test_the_cache_learns_of_completions_without_poll(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     cache.store(keys(0), [3])
@@ -90,15 +60,6 @@ def test_the_cache_learns_of_completions_without_poll(pair: tuple[Rig, BlockCach
     while not cache.lookup(keys(0)):
         assert time.monotonic() < deadline
     assert len(cache.engine.poll()) == 1
-
-
-def test_polling_the_engine_elsewhere_does_not_confuse_it(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    cache.store(keys(0), [3])
-    bench.engine.drain(10)
-    bench.engine.poll()
-    assert cache.lookup(keys(0)) == 1
-    cache.check()
 
 
 def test_keys_present_or_on_their_way_are_skipped(pair: tuple[Rig, BlockCache]) -> None:
@@ -138,6 +99,7 @@ def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
         (lambda: cache.store(keys(2), [1, 2]), LayoutError, "blocks must hold one id for each key, here"),
         (lambda: cache.store(keys(2), [99]), LayoutError, "99"),
         (lambda: cache.store(["text"], [1]), LayoutError, "bytes"),  # type: ignore[list-item]
+        (lambda: cache.load(["text"], [1]), LayoutError, "bytes"),  # type: ignore[list-item]
         (lambda: cache.load(keys(0), [99]), LayoutError, "99"),
         (lambda: cache.load(keys(0, 1), [5, 5]), LayoutError, "repeats"),
         (lambda: cache.load(keys(0, 7), [5, 6]), MissingKeyError, "not in the cache"),
@@ -150,38 +112,11 @@ def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("keys_given", [b"x", "x", ["x"], [b"x", 1], [bytearray(b"x")]], ids=repr)
-def test_keys_are_a_list_of_bytes(pair: tuple[Rig, BlockCache], keys_given: Any) -> None:
-    """One key alone would read as a list of numbers or of letters, and never be found."""
-    _, cache = pair
-    cache.store([b"x"], [3]).wait(10)
-    before = cache_state(cache)
-    calls = (cache.lookup, cache.touch, partial(cache.store, blocks=[4]), partial(cache.load, blocks=[4]))
-    for call in calls:
-        with pytest.raises(LayoutError, match="keys"):
-            call(keys_given)
-    assert cache_state(cache) == before
-    assert cache.statistics().lookups == 0
-
-
 def test_empty_lists_are_legal(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     assert cache.lookup([]) == 0
     assert cache.store([], []).wait() == []
     assert cache.load([], []).wait() == []
-
-
-def test_the_engine_closed_under_a_cache(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    cache.store(keys(0), [3])
-    bench.engine.close()
-    with pytest.raises(ClosedError, match="nothing can be loaded"):
-        cache.lookup(keys(0))
-    with pytest.raises(ClosedError):
-        cache.store(keys(1), [4])
-    with pytest.raises(ClosedError):
-        cache.load(keys(0), [4])
-    cache.check()
 
 
 def test_an_engine_too_small_for_one_key_is_refused() -> None:
@@ -394,87 +329,4 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
 # threads
 
 
-def test_threads_share_a_cache() -> None:
-    with caches(capacity=12) as (bench, cache):
-
-        def work(number: int) -> None:
-            """Store and load keys of several threads; a block of key k always holds the same byte."""
-            rng = np.random.default_rng(number)
-            target = 24 + number
-            for _ in range(40):
-                chosen = sorted({int(each) for each in rng.integers(0, 20, size=3)})
-                try:
-                    cache.store(keys(*chosen), chosen, after=NO_WAIT).wait(30)
-                    cache.load(keys(chosen[0]), [target], after=NO_WAIT).wait(30)
-                except (CapacityError, MissingKeyError):
-                    continue  # another thread is still storing it, or has pushed it out
-                assert (bench.block(target) == chosen[0] + 1).all()
-                cache.check()
-
-        in_threads(*(partial(work, number) for number in range(4)))
-        bench.engine.drain(10)
-        cache.check()
-        whole(bench.engine)
-
-
 # scale
-
-
-def test_pitfall_27_evictions_take_linear_time() -> None:
-    """Evictions in caches of two sizes: the steps of one do not grow with the cache."""
-
-    def steps_per_eviction(capacity: int, evictions: int) -> float:
-        class NoCopies:
-            """An engine whose transfers are over at once: what is left is the cache's own work."""
-
-            def __init__(self) -> None:
-                self.lock = threading.RLock()
-                self.num_slots = self.pinned_slots = self.max_in_flight = capacity
-                self.submitted, self.closed, self.growing, self.devices = 0, False, False, ()
-                self.layout = layout
-                self.statistics = self.check_parts = NotImplemented
-
-            def check_process(self) -> None: ...
-
-            def submit_locked(self, *_: Any, **__: Any) -> Any:
-                return done
-
-            def jobs_in_flight(self) -> tuple[Any, ...]:
-                return ()
-
-            def guard_slots(self, guard: Any) -> None: ...
-
-            def advance(self) -> None: ...
-
-            def check_room(self, jobs: int) -> None: ...
-
-            def check_usable(self) -> None: ...
-
-            def resolve(self, after: Any) -> Any:
-                return after
-
-        engine: Any = NoCopies()
-        cache = BlockCache(engine, policy="lru")
-        batch = 500
-        names = [b"%d" % number for number in range(capacity + evictions)]
-        blocks = np.zeros(batch, np.int64)
-        for start in range(0, capacity, batch):
-            cache.store(names[start : start + batch], blocks)
-
-        def evict_all() -> None:
-            for start in range(capacity, capacity + evictions, batch):
-                cache.store(names[start : start + batch], blocks)
-
-        taken = steps(evict_all)
-        assert cache.statistics().evicted == evictions
-        return taken / evictions
-
-    layout = KVLayout([[kvoffload.Plane(4096, block_bytes=16, num_blocks=4)]])
-
-    class Done:
-        id = 1
-        error, finished = None, True
-
-    done = Done()
-    small, large = steps_per_eviction(1_000, 2_000), steps_per_eviction(30_000, 32_000)
-    assert large < 2 * small

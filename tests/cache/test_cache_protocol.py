@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caching import caches, grouped
-from helpers import LEVELS, Rig, all_are, cache_state, in_threads, key, keys, rig, simulated, whole
+from helpers import LEVELS, Rig, all_are, cache_state, keys, rig, simulated, whole
 
 from kvoffload import (
     NO_WAIT,
@@ -119,24 +119,6 @@ def test_a_commit_of_jobs_that_have_ended_is_one_at_once(pair: tuple[Rig, BlockC
     assert (cache.status(keys(1)), repr(failing)) == ([MISS], "Reservation(1 keys, aborted)")
 
 
-def test_the_last_of_several_jobs_makes_a_hit(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    reservation = cache.reserve(keys(0, 1, 2))
-    gates, jobs = [], []
-    for place in range(3):
-        held = bench.stream()
-        gates.append(bench.gate(held))
-        jobs.append(bench.engine.store([3 + place], reservation.slots()[place : place + 1], after=held))
-    reservation.commit(*jobs)
-    for gate, job in zip(gates, jobs, strict=True):
-        assert cache.status(keys(0, 1, 2)) == [PENDING] * 3
-        gate.open()
-        job.wait(10)
-    assert cache.lookup(keys(0, 1, 2)) == 3
-    cache.load(keys(0, 1, 2), [20, 21, 22]).wait(10)
-    assert [int(bench.block(block)[0]) for block in (20, 21, 22)] == [4, 5, 6]
-
-
 @pytest.mark.parametrize("well", [True, False])
 def test_one_job_may_fill_several_reservations(pair: tuple[Rig, BlockCache], well: bool) -> None:
     bench, cache = pair
@@ -171,6 +153,8 @@ def test_a_job_that_fails_aborts_when_all_copies_have_ended(nth: int) -> None:
             jobs.append(bench.engine.store([3 + place], reservation.slots()[place : place + 1], after=held))
         assert [job.error is not None for job in jobs] == [place == nth for place in range(2)]
         reservation.commit(*jobs)
+        with pytest.raises(ClosedError, match="is settling"):
+            reservation.abort()
         for gate in gates:
             assert cache.status(keys(0, 1)) == [PENDING, PENDING]
             with pytest.raises(CapacityError):
@@ -184,67 +168,6 @@ def test_a_job_that_fails_aborts_when_all_copies_have_ended(nth: int) -> None:
         cache.load(keys(2, 3, 4, 5), [20, 21, 22, 23]).wait(10)
         assert [int(bench.block(block)[0]) for block in range(20, 24)] == [6, 7, 8, 9]
         assert cache.statistics().evicted == 0
-
-
-def test_a_failed_job_committed_before_its_copies_have_ended(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    reservation = cache.reserve(keys(0))
-    held = bench.stream()
-    gate = bench.gate(held)
-    simulator(bench).faults.fail_call(*END_OF_COPIES)
-    job = bench.engine.store([3], reservation.slots(), after=held)
-    reservation.commit(job)
-    with pytest.raises(ClosedError, match="is settling"):
-        reservation.abort()
-    with pytest.raises(CapacityError):
-        cache.reserve(keys(1, 2, 3, 4), all_or_nothing=True)
-    gate.open()
-    with pytest.raises(TransferError):
-        job.wait(10)
-    assert cache.status(keys(0)) == [MISS]
-    cache.reserve(keys(1, 2, 3, 4)).abort()
-
-
-def test_slots_written_by_hand(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    with cache.reserve(keys(0, 1)) as reservation:
-        for place, slot in enumerate(reservation.slots()):
-            bench.slot(int(slot))[:] = 200 + place
-    cache.load(keys(1, 0), [20, 21]).wait(10)
-    assert all_are(bench.block(20), 201)
-    assert all_are(bench.block(21), 200)
-    with cache.acquire(keys(0)) as lease:
-        assert all_are(bench.slot(int(lease.slots()[0])), 200)
-
-
-def test_reserved_slots_are_nobody_elses(pair: tuple[Rig, BlockCache]) -> None:
-    """While one writes its slots by hand, others come, go and displace each other."""
-    bench, cache = pair
-    reservation = cache.reserve(keys(0, 1))
-    slots = reservation.slots()
-    for slot in slots:
-        bench.slot(int(slot))[:] = 99
-    for number in range(2, 12):
-        cache.store(keys(number), [number]).wait(10)
-        assert all(all_are(bench.slot(int(slot)), 99) for slot in slots)
-    with pytest.raises(CapacityError):
-        cache.store(keys(20, 21, 22), [1, 2, 3], all_or_nothing=True)
-    reservation.commit()
-    cache.store(keys(20, 21, 22), [1, 2, 3]).wait(10)
-    assert cache.lookup(keys(20, 21, 22)) == 3
-
-
-def test_reserving_what_is_being_stored(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    gate = gated_store(bench, cache, 0, 3)
-    with cache.reserve(keys(0, 1)) as reservation:
-        assert (reservation.keys, reservation.present) == (tuple(keys(1)), tuple(keys(0)))
-        reservation.commit(bench.engine.store([4], reservation.slots(), after=NO_WAIT))
-    other = cache.store(keys(1, 0), [20, 20])
-    assert other.jobs == ()
-    gate.open()
-    bench.engine.drain(10)
-    assert cache.lookup(keys(0, 1)) == 2
 
 
 def test_limits_hold_for_store_as_for_reserve() -> None:
@@ -285,28 +208,6 @@ def test_limits_hold_for_store_as_for_reserve() -> None:
             ("stored", 1, "tenant"),
         ]
         cache.check()
-
-
-def test_a_hook_hears_of_a_copys_end_at_the_next_call_and_may_call_back() -> None:
-    device = simulated()
-    seen: list[tuple[str, list[Status]]] = []
-    with device, rig(device, num_blocks=32, num_slots=4) as bench:
-
-        def hook(event: CacheEvent) -> None:
-            done: list[int] = []
-            other = threading.Thread(target=lambda: done.append(cache.lookup(list(event.keys))))
-            other.start()
-            other.join(10)
-            assert done, "neither the engine's lock nor the cache's is held"
-            seen.append((event.kind, cache.status(list(event.keys))))
-
-        cache = BlockCache(bench.engine, on_event=lambda event: hook(event) if event.kind == "stored" else None)
-        cache.store(keys(0), [3])
-        bench.engine.drain(10)
-        assert seen == []
-        assert len(cache) == 1
-        cache.touch(keys(0))
-        assert seen == [("stored", [HIT])]
 
 
 # what is free meanwhile
@@ -350,25 +251,6 @@ def test_pitfall_23_a_store_that_fails_while_its_load_is_being_submitted(
 
 
 # leases
-
-
-def test_acquire_load_release(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    cache.store(keys(0, 1, 2, 3), [3, 4, 5, 6]).wait(10)
-    held = bench.stream()
-    gate = bench.gate(held)
-    with cache.acquire(keys(2, 0)) as lease:
-        job = bench.engine.load(lease.slots(), [20, 21], after=held)
-        cache.store(keys(8, 9), [8, 9], after=NO_WAIT).wait(10)
-        assert cache.status(keys(0, 1, 2, 3)) == [HIT, MISS, HIT, MISS]
-        with pytest.raises(CapacityError):
-            cache.store(keys(10, 11, 12), [10, 11, 12], after=NO_WAIT, all_or_nothing=True)
-        gate.open()
-        job.wait(10)
-    assert all_are(bench.block(20), 6)
-    assert all_are(bench.block(21), 4)
-    assert cache.statistics().pinned == 0
-    assert cache.statistics().loaded == 0, "who reads by other means counts for themselves"
 
 
 def test_a_lease_of_what_is_being_stored_orders_its_reader(pair: tuple[Rig, BlockCache]) -> None:
@@ -539,23 +421,6 @@ def test_pitfall_23_a_load_of_a_store_that_fails(when: str, monkeypatch: pytest.
             job.wait(10)
         cache.check()
         assert cache.reserve(keys(0, 1, 2, 3)).evicted == ()
-
-
-def test_pitfall_23_a_load_behind_a_job_of_a_reservation_that_fails(pair: tuple[Rig, BlockCache]) -> None:
-    bench, cache = pair
-    reservation = cache.reserve(keys(0, 1))
-    held = bench.stream()
-    gate = bench.gate(held)
-    first = bench.engine.store([3], reservation.slots()[:1], after=held)
-    simulator(bench).faults.fail_call(*END_OF_COPIES)
-    second = bench.engine.store([4], reservation.slots()[1:], after=held)
-    reservation.commit(first, second)
-    job = cache.load(keys(0), [20], after=NO_WAIT, pending=True)
-    gate.open()
-    with pytest.raises(TransferError, match="store of 2 keys"):
-        job.wait(10)
-    bench.engine.drain(10)
-    assert cache.status(keys(0, 1)) == [MISS, MISS]
 
 
 # several groups and blocks a key
@@ -759,42 +624,6 @@ def test_open_reservations_leases_and_settlements_keep_the_slots() -> None:
         lease.release()
         assert not refused(bench.engine)
         assert repr(lease) == "Lease(1 keys, released)"
-
-
-def test_threads_that_want_the_same_blocks_store_each_once() -> None:
-    """Eight keys, four threads: each block is copied by whoever came first, and all read it."""
-    with caches(capacity=12) as (bench, cache):
-        wanted = keys(*range(8))
-        stored: list[bytes] = []
-
-        def work(number: int) -> None:
-            reservation = cache.reserve(wanted)
-            stored.extend(reservation.keys)
-            if reservation.keys:
-                blocks = [wanted.index(name) for name in reservation.keys]
-                reservation.commit(bench.engine.store(blocks, reservation.slots(), after=NO_WAIT))
-            else:
-                reservation.commit()
-            while cache.lookup(wanted) < 8:
-                bench.engine.advance()
-            with cache.acquire(wanted) as lease:
-                bench.engine.load(lease.slots()[number::4], [20 + number, 24 + number], after=NO_WAIT).wait(30)
-
-        in_threads(*((lambda number=number: work(number)) for number in range(4)))
-        assert sorted(stored) == sorted(wanted)
-        assert [int(bench.block(block)[0]) for block in range(20, 28)] == list(range(1, 9))
-        assert cache.statistics().stored == 8
-        cache.check()
-
-
-def test_slots_are_arrays_of_int64(pair: tuple[Rig, BlockCache]) -> None:
-    _, cache = pair
-    reservation = cache.reserve([key(0)])
-    assert (reservation.slots().dtype, reservation.slots().shape) == (np.dtype(np.int64), (1,))
-    reservation.abort()
-    empty = cache.reserve([])
-    assert empty.slots().shape == (0,)
-    empty.abort()
 
 
 def test_a_job_of_another_engine_settles_nothing() -> None:

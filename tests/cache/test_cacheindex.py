@@ -21,7 +21,6 @@ from kvoffload import (
     KVOffloadWarning,
     LayoutError,
     MissingKeyError,
-    Reservation,
     Status,
     Tenant,
 )
@@ -383,23 +382,6 @@ def test_what_is_removed_while_being_read_keeps_its_entry(index: CacheIndex, cal
     assert index.lookup(keys(0, 1, 2, 3)) == 4
 
 
-def test_a_key_removed_and_reserved_three_times(index: CacheIndex) -> None:
-    made = []
-    for _ in range(3):
-        made.append(index.reserve(keys(0)))
-        index.remove(keys(0))
-    made[1].commit()
-    made[0].abort()
-    assert (index.status(keys(0)), free_entries(index)) == ([MISS], 3)
-    latest = index.reserve(keys(0))
-    made[2].commit()
-    assert index.status(keys(0)) == [PENDING]
-    latest.commit()
-    assert (index.status(keys(0)), free_entries(index)) == ([HIT], 3)
-    statistics = index.statistics()
-    assert (statistics.stored, statistics.failed, statistics.removed) == (1, 0, 0)
-
-
 def test_removing_nothing(index: CacheIndex) -> None:
     assert index.remove([]) == index.remove(keys(1)) == index.clear() == 0
     assert index.statistics().removed == 0
@@ -442,43 +424,6 @@ def test_loads_of_absent_keys_are_passed_over(index: CacheIndex) -> None:
     store(index, keys(2, 3))
     store(index, keys(4, 5, 6, 9))
     assert index.lookup(keys(4, 5, 6, 9)) == 4
-
-
-def test_prefix_declines_one_off_requests_once_it_has_learned() -> None:
-    """A cache full of blocks that come back all the time, and between them a scan whose blocks never do."""
-    index = CacheIndex(400, policy="prefix")
-    often = [[b"often/%d/%d" % (number, place) for place in range(20)] for number in range(20)]
-
-    def serve(request: list[bytes]) -> Reservation:
-        index.lookup(request)
-        with index.reserve(request) as reservation:
-            pass
-        index.touch(request)
-        return reservation
-
-    def mixed(rounds: range) -> list[Reservation]:
-        scans = []
-        for number in rounds:
-            for again in range(5):
-                serve(often[(5 * number + again) % 20])
-            scans.append(serve([b"once/%d/%d" % (number, place) for place in range(20)]))
-        return scans
-
-    mixed(range(200))
-    before = index.statistics()
-    late = mixed(range(200, 300))
-    after = index.statistics()
-    declined = sum(len(each.declined) for each in late)
-    stored = sum(len(each.keys) for each in late)
-    assert declined + stored == 2_000
-    assert stored < 200, "fewer than a tenth of them"
-    assert after.declined - before.declined >= declined
-    assert all(each.keys + each.declined == tuple(sorted(each.keys + each.declined, key=_place)) for each in late)
-    assert (after.hits - before.hits) / (after.lookups - before.lookups) > 0.75
-
-
-def _place(name: bytes) -> int:
-    return int(name.rsplit(b"/", 1)[1])
 
 
 # lookups
@@ -740,6 +685,28 @@ def test_repr_says_how_it_stands() -> None:
     assert repr(CacheIndex(9)).startswith("CacheIndex(0 of 9 keys, 0 pending, 0 leases; Prefix(")
 
 
+# scale
+
+
+def test_pitfall_27_evictions_take_linear_time() -> None:
+    """Evictions in indices of two sizes: the steps of one do not grow with the index."""
+
+    def steps_per_eviction(capacity: int, evictions: int) -> float:
+        index, names = CacheIndex(capacity, policy="lru"), [b"%d" % number for number in range(capacity + evictions)]
+
+        def fill(begin: int, end: int) -> None:
+            for start in range(begin, end, 500):
+                store(index, names[start : start + 500])
+
+        fill(0, capacity)
+        taken = steps(lambda: fill(capacity, capacity + evictions))
+        assert index.statistics().evicted == evictions
+        return taken / evictions
+
+    small, large = steps_per_eviction(1_000, 2_000), steps_per_eviction(30_000, 32_000)
+    assert large < 2 * small
+
+
 # what is for tiers
 
 
@@ -770,7 +737,7 @@ def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [b"x", b"", "x", "", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None]],
+    [b"x", "", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None], iter([b"x"])],
     ids=lambda options: re.sub(r" at 0x\w+", "", repr(options)),
 )
 def test_keys_are_a_list_of_bytes(index: CacheIndex, given: Any) -> None:

@@ -18,7 +18,6 @@ from kvoffload import (
     CacheEvent,
     CacheIndex,
     CapacityError,
-    LayoutError,
     Lease,
     Reservation,
     Status,
@@ -210,35 +209,6 @@ def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: Any) -> None:
     index.check()
 
 
-@every_policy
-def test_quotas_may_add_up_to_more_than_the_cache(policy: Any) -> None:
-    quotas = {"a": Tenant(max_blocks=8), "b": Tenant(max_blocks=8), "c": Tenant(max_blocks=99)}
-    index = CacheIndex(10, policy=policy, tenants=quotas)
-    rng = np.random.default_rng(7)
-    for turn in range(150):
-        name = "abc"[int(rng.integers(3))]
-        request = names(name, int(rng.integers(1, 8)), int(rng.integers(10)))
-        store(index, request, name)
-        index.touch(request)
-        index.check()
-        assert (of(index, "a") <= 8, of(index, "b") <= 8, len(index) <= 10) == (True, True, True), turn
-    assert len(index) == 10
-
-
-def test_what_is_pending_or_removed_counts_as_it_should() -> None:
-    index = CacheIndex(10, policy="lru", tenants={"tenant": Tenant(max_blocks=2)})
-    first = index.reserve(names("tenant", 2), tenant="tenant")
-    with pytest.raises(CapacityError):
-        index.reserve(names("tenant", 1, 2), tenant="tenant", all_or_nothing=True)
-    index.remove(names("tenant", 1))
-    second = index.reserve(names("tenant", 1, 2), tenant="tenant")
-    index.check()
-    first.abort()
-    assert store(index, names("tenant", 1, 3), "tenant").evicted == ()
-    second.commit()
-    assert of(index, "tenant") == 2
-
-
 # priorities
 
 
@@ -264,15 +234,6 @@ def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: Any) 
     assert len(gone) == 8
     assert of(index, "new-top") == 8, "the highest may have everything"
     index.check()
-
-
-def test_leased_keys_of_lower_priority_stay() -> None:
-    index = CacheIndex(4, policy="lru", tenants={"low": Tenant(priority=-1), "high": Tenant(priority=1)})
-    store(index, names("low", 2), "low")
-    store(index, names("plain", 2))
-    with index.acquire(names("low", 2)):
-        assert store(index, names("high", 1), "high").evicted == (b"plain-1",)
-    assert store(index, names("high", 1, 1), "high").evicted == (b"low-1",)
 
 
 def test_a_quota_does_not_take_more_from_others_than_it_may_use() -> None:
@@ -523,11 +484,6 @@ def test_a_store_that_failed_need_not_be_asked_for_so_often_again() -> None:
     assert index.lookup([b"a"]) == 1
     index.remove([b"a"])
     assert index.reserve([b"a"]).declined == (b"a",)
-
-
-def test_keys_that_can_be_read_once_only_are_refused() -> None:
-    with pytest.raises(LayoutError, match="keys must be a list of bytes"):
-        CacheIndex(4).lookup(key for key in [b"a"])  # type: ignore[arg-type]
 
 
 # a policy object

@@ -179,19 +179,3 @@ def test_records_of_a_disk_are_coded_slots(tmp_path: Path) -> None:
             assert (read_blocks(device, planes, [3, 4]) == values[[0, 1]]).all()
         with pytest.raises(LayoutError, match="the digest of the layout"):
             open_cache(KVLayout([planes], **OF_LAYOUT), **options)
-
-
-def test_one_door() -> None:
-    random = np.random.default_rng(5)
-    with simulated(3) as device:
-        planes = device.allocate_planes(2, block_bytes=512, num_blocks=6)
-        values = normal(random, 6 * 2 * 256).reshape(6, 2, 256)
-        write_blocks(device, planes, values)
-        layout = KVLayout([planes], codec="bf16-12", **OF_LAYOUT)
-        options: dict[str, Any] = {"device": device, "pool_bytes": 1 << 16}
-        with open_cache(layout, **options) as cache:
-            cache.keep(KEYS[:2], [0, 1], after=NO_WAIT).wait(30)
-            job = cache.fetch(KEYS[:3], [3, 4, 5], after=NO_WAIT)
-            assert job.hits == 2
-            job.wait(30)
-            assert (read_blocks(device, planes, [3, 4]) == values[[0, 1]]).all()

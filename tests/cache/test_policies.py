@@ -52,114 +52,11 @@ def request(policy: Policy, capacity: int, wanted: Sequence[bytes]) -> int:
     return len(found)
 
 
-def lived_in(name: str, seed: int, capacity: int = 40) -> Policy:
-    """A full cache's policy after requests of many kinds; those with even numbers have ended."""
-    policy, chance = make_policy(name, capacity), random.Random(seed)
-    policy.insert([key(index) for index in range(capacity)])
-    for moment in range(60):
-        base = chance.choice([0, 5, 1000 + 10 * moment])
-        wanted = keys(*range(base, base + chance.randint(1, 8)))
-        newcomers = [each for each in wanted if each not in set(policy)]
-        policy.load([each for each in wanted if each in set(policy)])
-        assert policy.evict(len(newcomers), set(wanted).__contains__) is not None
-        policy.insert(newcomers)
-        if moment % 2 == 0:
-            policy.touch(wanted)
-    assert len(policy) == capacity
-    return policy
-
-
 # what all of them promise
 
 
 def test_every_policy_is_tested() -> None:
     assert sorted(NAMES) == sorted(POLICIES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_policy_knows_exactly_the_resident_keys(name: str) -> None:
-    policy = make_policy(name, 8)
-    assert list(policy) == []
-    policy.insert(keys(0, 1, 2, 3, 4))
-    policy.load(keys(1, 3))
-    policy.touch(keys(0, 9, 1))
-    policy.remove(keys(3), evicted=False)
-    assert set(policy) == set(keys(0, 1, 2, 4))
-    given = policy.evict(2, nothing)
-    assert given is not None
-    assert set(policy) == set(keys(0, 1, 2, 4)) - set(given)
-    assert len(policy) == len(list(policy)) == 2
-    policy.insert(given)
-    assert sorted(policy) == keys(0, 1, 2, 4)
-    policy.touch([])
-    policy.remove(list(policy), evicted=True)
-    assert len(policy) == 0
-    assert policy.victims(0, nothing) == []
-    assert policy.victims(1, nothing) is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_of_one_request_what_needs_others_goes_first(name: str) -> None:
-    policy = make_policy(name, 8)
-    policy.insert(keys(0, 1, 2, 3))
-    assert order(policy) == keys(3, 2, 1, 0)
-    policy.touch(keys(0, 1, 2, 3))
-    policy.load(keys(0, 1, 2, 3))
-    policy.touch(keys(0, 1, 2, 3))
-    assert order(policy) == keys(3, 2, 1, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_choosing_changes_nothing_and_evicting_takes_what_was_chosen(name: str, seed: int) -> None:
-    policy, other = lived_in(name, seed), lived_in(name, seed)
-    before = state(policy)
-    for count in (0, 1, 7, 40):
-        chosen = policy.victims(count, nothing)
-        assert chosen is not None
-        assert len(set(chosen)) == count
-        assert policy.victims(count, nothing) == chosen
-    room = policy.make_room([b"new"], 0, nothing)
-    assert room is not None
-    assert policy.make_room([b"new"], 0, nothing) == room
-    assert state(policy) == before
-    assert policy.evict(7, nothing) == other.evict(7, nothing), "whether or not somebody has asked before"
-    assert state(policy) == state(other)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_protected_keys_are_never_chosen(name: str, seed: int) -> None:
-    policy, chance = lived_in(name, seed), random.Random(seed)
-    for share in (0.1, 0.5, 0.9):
-        protected = {each for each in policy if chance.random() < share}
-        may_go = len(policy) - len(protected)
-        chosen = policy.victims(may_go, protected.__contains__)
-        assert chosen is not None
-        assert set(chosen) == set(policy) - protected
-        assert policy.victims(may_go + 1, protected.__contains__) is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_refused_eviction_changes_nothing(name: str, seed: int) -> None:
-    policy, untouched = lived_in(name, seed), lived_in(name, seed)
-    protected = set(list(policy)[::2])
-    before = state(policy)
-    assert policy.evict(21, protected.__contains__) is None
-    assert policy.evict(41, nothing) is None
-    assert policy.make_room(keys(*range(5000, 5041)), 0, nothing) is None or name == "prefix"
-    assert state(policy) == before
-    assert policy.evict(20, protected.__contains__) == untouched.evict(20, protected.__contains__)
-    assert state(policy) == state(untouched)
-
-
-@pytest.mark.parametrize("name", ADMITS_ALL)
-def test_these_admit_all_newcomers(name: str, seed: int) -> None:
-    policy = lived_in(name, seed)
-    for count, room, given_up in ((0, 0, 0), (3, 5, 0), (3, 3, 0), (9, 4, 5), (40, 0, 40)):
-        made = policy.make_room(keys(*range(5000, 5000 + count)), room, nothing)
-        assert made is not None
-        assert made.admitted == count
-        assert len(set(made.victims)) == given_up
-    assert policy.make_room(keys(*range(5000, 5041)), 0, nothing) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -304,19 +201,6 @@ def test_a_scan_does_not_wash_out_what_is_used_often(name: str) -> None:
     assert hits_beside_scans(name) > 0.95 * asked
 
 
-def test_arc_tells_keys_used_once_from_keys_used_again() -> None:
-    policy = ARC(4)
-    policy.insert(keys(0, 1, 2, 3))
-    policy.touch(keys(0, 1, 2, 3))
-    policy.load(keys(3))
-    assert list(policy) == keys(2, 1, 0, 3)
-    assert repr(policy) == "ARC(4 of 4 keys: T1 3, T2 1, B1 0, B2 0, p 0)"
-    assert policy.victims(4, nothing) == keys(2, 1, 0, 3)
-    assert policy.victims(2, set(keys(0, 1, 2)).__contains__) is None
-    assert policy.victims(1, set(keys(0, 1, 2)).__contains__) == keys(3), "T1 holds none that may go"
-    assert policy.victims(2, set(keys(3, 2)).__contains__) == keys(1, 0)
-
-
 def test_arc_learns_from_what_comes_back() -> None:
     policy = ARC(4)
     policy.insert(keys(0, 1, 2, 3))
@@ -344,20 +228,6 @@ def test_arc_never_wants_more_than_there_is() -> None:
         assert policy.evict(1, stays.__contains__) == keys(back)
         policy.insert(keys(back))
         assert f"B1 0, B2 3, p {target}" in repr(policy)
-
-
-def test_arc_makes_room_as_if_newcomers_came_one_by_one() -> None:
-    """p is 2 and T1 has two keys: of four newcomers the first finds T1 no larger than that."""
-    policy = ARC(8)
-    policy.insert(keys(*range(8)))
-    policy.load(keys(0, 1, 2, 3))
-    for back in (7, 6):
-        assert policy.evict(1, nothing) == keys(back)
-        policy.insert(keys(back))
-    assert list(policy) == keys(5, 4, 3, 2, 1, 0, 7, 6)
-    assert "T1 2, T2 6, B1 0, B2 0, p 2" in repr(policy)
-    assert policy.victims(4, nothing) == keys(3, 2, 1, 0)
-    assert policy.make_room(keys(20, 21, 22, 23), 0, nothing) == (4, keys(3, 5, 4, 2))
 
 
 def test_arc_remembers_no_more_than_the_paper_allows(seed: int) -> None:
@@ -431,27 +301,6 @@ def test_s3fifo_drops_moves_if_anything_else_comes_between(meanwhile: str) -> No
     policy.remove(going, evicted=meanwhile != "removed itself")
     assert next(iter(policy._main)) == key(0)
     assert not set(going) & set(policy)
-
-
-def test_s3fifo_passes_over_protected_keys_and_leaves_them_in_place() -> None:
-    policy = main_of(0, 1, 0, 0)
-    assert policy.evict(1, set(keys(0)).__contains__) == keys(2)
-    assert list(policy) == keys(0, 3, 1)
-    policy.insert(keys(7, 8, 9))
-    assert policy.evict(2, set(keys(7, 8, 9)).__contains__) == keys(0, 3), "the small queue holds none that may go"
-    assert policy.evict(1, set(keys(1, 9)).__contains__) == keys(8)
-    assert policy.evict(2, set(keys(1, 9)).__contains__) is None
-
-
-def test_s3fifo_makes_room_as_if_newcomers_came_one_by_one() -> None:
-    """They fill the small queue, and what is in it goes before the main queue does."""
-    policy = main_of(0, 0, 0)
-    policy.insert(keys(5, 6, 7))
-    assert policy.victims(3, nothing) == keys(7, 6, 0)
-    assert policy.make_room(keys(10, 11, 12), 0, nothing) == (3, keys(7, 6, 5))
-    assert policy.evict(2, nothing) == keys(7, 6)
-    assert policy.make_room(keys(10, 11), 0, nothing) == (2, keys(0, 5))
-    assert policy.make_room(keys(7, 6), 0, nothing) == (2, keys(0, 1)), "these are remembered: the main queue is theirs"
 
 
 def test_s3fifo_remembers_as_many_keys_as_the_main_queue_holds() -> None:

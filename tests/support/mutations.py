@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ENGINE = "tests/engine/test_mutation_targets.py"
-CACHE = "tests/cache/test_cache_mutation_targets.py"
+INDEX = "tests/cache/test_cacheindex.py"
+TRUTH = "tests/cache/test_cache_truth.py"
 ORDERING = "tests/engine/ordering/test_ordering.py"
 SHARDED = "tests/sharded/test_sharded_ordering.py"
 PACK = "tests/copiers/test_pack.py"
@@ -275,21 +276,21 @@ MUTATIONS = (
         "cache/state.py",
         "        if not self.consistent:\n            self.repair()",
         "        if False:\n            self.repair()",
-        (f"{CACHE}::test_a_policy_that_raises_leaves_the_truth",),
+        (f"{TRUTH}::test_pitfall_39_a_policy_that_raises_leaves_the_cache_whole",),
     ),
     Mutation(
         "abandoned-reservations-stay",
         "cache/state.py",
         "        if self.abandoned:\n            self._abort_abandoned()",
         "        if False:\n            self._abort_abandoned()",
-        (f"{CACHE}::test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended",),
+        (f"{TRUTH}::test_the_entries_of_an_abandoned_reservation_wait_for_transfers_in_flight",),
     ),
     Mutation(
         "the-slots-of-an-abandoned-reservation-are-free-at-once",
         "cache/state.py",
         "held = not record.transfers_ended",
         "held = False",
-        (f"{CACHE}::test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended",),
+        (f"{TRUTH}::test_the_entries_of_an_abandoned_reservation_wait_for_transfers_in_flight",),
     ),
     # the cache
     Mutation(
@@ -304,21 +305,21 @@ MUTATIONS = (
         "cache/record_calls.py",
         "            if table.pending:\n                found = next(",
         "            if False:\n                found = next(",
-        (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
+        (f"{INDEX}::test_a_key_is_missing_then_pending_then_a_hit",),
     ),
     Mutation(
         "failed-stores-are-hits",
         "cache/state.py",
         "self.settle(reservation, well=not reservation.any_failed)",
         "self.settle(reservation, well=True)",
-        (f"{CACHE}::test_a_failed_store_is_no_hit_and_gives_its_slot_back",),
+        ("tests/cache/test_cache_eviction.py::test_pitfall_23_a_failed_store_is_never_visible",),
     ),
     Mutation(
         "victims-are-not-checked",
         "cache/victims.py",
         "victims = _check_victims(table, space.victims, protected)",
         "victims = sum(len(mine) for _, mine in space.victims)",
-        (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
+        (f"{TRUTH}::test_victims_are_checked_before_anything_changes",),
     ),
     Mutation(
         "a-request-evicts-its-own-keys",
@@ -353,49 +354,49 @@ MUTATIONS = (
         "cache/record_calls.py",
         "state.abandoned.append(record)  # ignored",
         "pass  # ignored",
-        (f"{CACHE}::test_a_policy_that_raises_leaves_the_truth", "tests/cache/test_cache_truth.py"),
+        (f"{TRUTH}::test_pitfall_39_a_policy_that_raises_leaves_the_cache_whole", TRUTH),
     ),
     Mutation(
         "a-slot-is-free-before-its-store-has-ended",
         "cache/entries.py",
         "        if index in self.holds:\n            self.doomed.add(index)",
         "        if False:\n            self.doomed.add(index)",
-        (f"{CACHE}::test_a_slot_is_not_given_away_before_its_store_has_ended",),
+        ("tests/cache/test_cache_protocol.py::test_a_store_removed_under_way_and_stored_again",),
     ),
     Mutation(
         "a-lease-is-counted-once",
         "cache/state.py",
         "holds[index] = holds.get(index, 0) + 1",
         "holds[index] = 1",
-        (f"{CACHE}::test_two_leases_of_a_key_both_hold_it",),
+        (f"{INDEX}::test_every_lease_of_a_key_counts",),
     ),
     Mutation(
         "pending-keys-count-as-resident",
         "cache/record_calls.py",
         "resident=len(table) - pending,",
         "resident=len(table),",
-        (f"{CACHE}::test_a_removed_key_is_not_resident",),
+        (f"{INDEX}::test_statistics_count_keys",),
     ),
     Mutation(
         "residency-counts-from-an-earlier-key",
         "cache/statistics.py",
         "            each[entry] = now\n        self.note(",
         "            each[entry] = each[entry] or now\n        self.note(",
-        (f"{CACHE}::test_residency_is_counted_from_the_last_store_to_the_eviction",),
+        (f"{INDEX}::test_how_long_evicted_keys_had_been_there",),
     ),
     Mutation(
         "removed-keys-stay-pending",
         "cache/state.py",
         "pending.pop(key, None) is None",
         "key not in pending",
-        (f"{CACHE}::test_a_removed_key_is_not_resident",),
+        (f"{INDEX}::test_pitfall_25_what_is_removed_while_being_stored_goes_nowhere",),
     ),
     Mutation(
         "anything-may-write-the-slots-of-a-cache",
         "cache/state.py",
         "if not self.table.writable.issuperset(entries):",
         "if False:",
-        (f"{CACHE}::test_only_an_open_reservation_may_be_written",),
+        (f"{TRUTH}::test_a_store_into_slots_of_a_cache_is_refused",),
     ),
     # that no test noticed in 0.2.0.dev0
     Mutation(
@@ -491,30 +492,28 @@ MUTATIONS = (
         "cache/state.py",
         "free += record.victim_indices[len(keys) :]",
         "free += record.victim_indices[len(keys) + 1 :]",
-        ("tests/cache/test_cache_truth.py::test_entries_of_more_victims_than_new_keys_are_free",),
+        (f"{TRUTH}::test_entries_of_more_victims_than_new_keys_are_free",),
     ),
     Mutation(
         "a-refused-store-gives-its-victims-to-its-tenant",
         "cache/state.py",
         "            pool_of[index] = number\n        of.update(zip(record.evicted",
         "            pass\n        of.update(zip(record.evicted",
-        ("tests/cache/test_cache_truth.py::test_a_refused_store_leaves_its_victims_to_their_tenant",),
+        (f"{TRUTH}::test_a_refused_store_leaves_its_victims_to_their_tenant",),
     ),
     Mutation(
         "a-repair-takes-keys-of-later-stores",
         "cache/repair.py",
         "                if of.get(key) == index:\n                    del of[key]",
         "                of.pop(key, None)",
-        (
-            "tests/cache/test_cache_truth.py::test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes_on",
-        ),
+        (f"{TRUTH}::test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes_on",),
     ),
     Mutation(
         "failed-loads-count-as-loaded",
         "cache/state.py",
         "loaded=not lease.any_failed",
         "loaded=True",
-        ("tests/cache/test_cache_truth.py::test_a_failed_load_does_not_count_as_loaded",),
+        (f"{TRUTH}::test_a_failed_load_does_not_count_as_loaded",),
     ),
     Mutation(
         "the-tenant-of-a-key-that-is-gone-stays",

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
-    """The policy for a cache of `capacity` keys: by name, the object itself, or what `policy(capacity)` returns.
+    """Return the policy for a cache of `capacity` keys: by name, the object itself, or what `policy(capacity)` returns.
 
     Raises:
         ValueError: no policy has that name.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, filterfalse, repeat
-from typing import Any
 
-from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
-from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
+from kvoffload.cache.policies.base import Protected
+from kvoffload.cache.policies.open_keys import OpenKeys, Places, Queue, TwoQueues
 
 
-class ARC(Policy):
+class ARC(TwoQueues):
     """Keeps keys used once and keys used more often, and learns how much room each deserve.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with its names: T1 has the
@@ -27,14 +26,14 @@ class ARC(Policy):
         capacity: keys of the cache, the paper's c. At most as many evicted keys are remembered.
     """
 
-    declines_with_room = False
+    loads_move = True
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # the oldest first; T1's values: whether the request that brought the key has still to end
+        # the oldest first; the value: whether the request that brought the key to T1 has still to end
         self._t1: Queue[bool] = OrderedDict()
-        self._t2: Queue[None] = OrderedDict()
-        self._open1, self._open2 = OpenKeys(self._t1, True), OpenKeys(self._t2, None)
+        self._t2: Queue[bool] = OrderedDict()
+        super().__init__(OpenKeys(self._t1, True), OpenKeys(self._t2, False))
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0  # p
@@ -45,7 +44,7 @@ class ARC(Policy):
             ghosts = self._b1 if key in self._b1 else self._b2
             if key in ghosts:
                 del ghosts[key]
-                self._t2[key] = None
+                self._t2[key] = False
             else:
                 self._t1[key] = True
             self._forget()
@@ -75,53 +74,24 @@ class ARC(Policy):
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         return self._choose(repeat(self._target, count), protected)
 
-    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        return _ForRequest(self, self._open1.of_request(notes, "T1"), self._open2.of_request(notes, "T2"))
-
-    def make_room(
-        self,
-        newcomers: Sequence[bytes],
-        room: int,
-        protected: Protected,
-        opened1: Opened | None = None,
-        opened2: Opened | None = None,
-    ) -> Room | None:
-        """As `Policy.make_room`; the keys in `opened1` and `opened2` are passed over."""
+    def _limits(self, newcomers: Sequence[bytes]) -> list[int]:
+        """p as each newcomer finds it, less the keys that have come to T1 by then."""
         target, arrived, limits = self._target, 0, list[int]()
         for key in reversed(newcomers):
             target = self._adapted(target, key)
             limits.append(target - arrived - (key in self._b2))
             arrived += key not in self._b1 and key not in self._b2
-        victims = self._choose(limits[room:], protected, opened1, opened2)
-        return None if victims is None else Room(len(newcomers), victims)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return chain(self._open1.oldest_first(), self._open2.oldest_first())
-
-    def __len__(self) -> int:
-        return len(self._t1) + self._open1.extra + len(self._t2) + self._open2.extra
-
-    @property
-    def _size1(self) -> int:
-        return len(self._t1) + self._open1.extra
+        return limits
 
     def __repr__(self) -> str:
         sizes = (
-            f"T1 {self._size1}, T2 {len(self) - self._size1}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
+            f"T1 {len(self._open1)}, T2 {len(self._open2)}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
         )
         return f"ARC({len(self)} of {self._capacity} keys: {sizes})"
 
-    def _leave(self, keys: Sequence[bytes]) -> None:
-        self._open1.leave(keys)
-        self._open2.leave(keys)
-
     def _use(self, key: bytes) -> None:
         self._take(key)
-        self._t2[key] = None
-
-    def _take(self, key: bytes) -> None:
-        if self._t1.pop(key, None) is None:
-            del self._t2[key]
+        self._t2[key] = False
 
     def _adapted(self, target: int, key: bytes) -> int:
         if key in self._b1:
@@ -132,22 +102,20 @@ class ARC(Policy):
 
     def _forget(self) -> None:
         """Keep T1 and B1 within the capacity, and all four lists within twice as much."""
-        while self._b1 and len(self._t1) + self._open1.extra + len(self._b1) > self._capacity:
+        while self._b1 and len(self._open1) + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(last=False)
 
-    def _choose(
-        self, limits: Iterable[int], protected: Protected, opened1: Opened | None = None, opened2: Opened | None = None
-    ) -> list[bytes] | None:
-        """One key for each limit: T1's oldest while T1 has more keys than that, else T2's, else the other's.
+    def _choose(self, limits: Iterable[int], protected: Protected, places: Places = (None, None)) -> list[bytes] | None:
+        """Choose T1's oldest key while T1 has more keys than the limit, else T2's, else the other's.
 
         This is the paper's REPLACE.
         """
-        once = filterfalse(protected, self._open1.oldest_first(opened1))
-        often = filterfalse(protected, self._open2.oldest_first(opened2))
+        once = filterfalse(protected, self._open1.oldest_first(places[0]))
+        often = filterfalse(protected, self._open2.oldest_first(places[1]))
         first, opened = self._t1, self._open1.opened_of
-        left, victims = self._size1, list[bytes]()
+        left, victims = len(self._open1), list[bytes]()
         for limit in limits:
             key = next(chain(once, often) if left > limit else chain(often, once), None)
             if key is None:
@@ -155,32 +123,3 @@ class ARC(Policy):
             left -= key in first or key in opened
             victims.append(key)
         return victims
-
-
-class _ForRequest:
-    """The policy for an open request, with its places in T1 and T2."""
-
-    def __init__(self, policy: ARC, opened1: Opened, opened2: Opened) -> None:
-        self._policy = policy
-        self._opened1, self._opened2 = opened1, opened2
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        policy = self._policy
-        policy.insert(keys)
-        first = [key for key in keys if policy._t1.pop(key, None) is not None]
-        second = [key for key in keys if key in policy._t2]
-        self._join(first, second)
-
-    def load(self, keys: Sequence[bytes]) -> None:
-        self._policy.load(keys)
-        self._join([], keys)
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        return self._policy.make_room(newcomers, room, protected, self._opened1, self._opened2)
-
-    def _join(self, first: Sequence[bytes], second: Sequence[bytes]) -> None:
-        policy = self._policy
-        for key in second:
-            del policy._t2[key]
-        policy._open1.join(self._opened1, first)
-        policy._open2.join(self._opened2, second)

@@ -24,14 +24,22 @@ class Room(NamedTuple):
 class RequestPolicy(Protocol):
     """The calls for an open request; see `Policy.for_request`."""
 
-    def insert(self, keys: Sequence[bytes]) -> None:
-        """The request has stored these keys. They follow the keys that it has inserted or loaded before."""
+    def insert(self, keys: Sequence[bytes], /) -> None:
+        """Note that the request has stored these keys. They follow the keys that it has inserted or loaded before."""
 
-    def load(self, keys: Sequence[bytes]) -> None:
-        """The request has loaded these keys; it has neither inserted nor loaded any of these keys before."""
+    def load(self, keys: Sequence[bytes], /) -> None:
+        """Note that the request has loaded these keys, none of which it has inserted or loaded before."""
 
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected, /) -> Room | None:
         """As `Policy.make_room`; `protected` is True for all keys of the request."""
+
+
+class RequestCalls(NamedTuple):
+    """A `RequestPolicy` made of functions: methods of the policy that are given the request's place in it."""
+
+    insert: Callable[[Sequence[bytes]], None]
+    load: Callable[[Sequence[bytes]], None]
+    make_room: Callable[[Sequence[bytes], int, Protected], Room | None]
 
 
 class Policy(ABC):
@@ -60,19 +68,19 @@ class Policy(ABC):
 
     @abstractmethod
     def insert(self, keys: Sequence[bytes]) -> None:
-        """A request has stored these keys. They become resident; none was before."""
+        """Note that a request has stored these keys. They become resident; none was before."""
 
     @abstractmethod
     def load(self, keys: Sequence[bytes]) -> None:
-        """A request has loaded these keys. All are resident; no repeats."""
+        """Note that a request has loaded these keys. All are resident; no repeats."""
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A request with these keys has ended. Some may not be resident; no repeats."""
+        """Note that a request with these keys has ended. Some may not be resident; no repeats."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
-        """These resident keys were taken out.
+        """Take out these resident keys.
 
         Args:
             evicted: True if `victims` or `make_room` chose them, in their order; False if the cache took them out for
@@ -81,7 +89,7 @@ class Policy(ABC):
 
     @abstractmethod
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        """The `count` resident keys to evict, in the order in which they go; None if fewer may go. Changes nothing.
+        """Return the `count` resident keys to evict, in the order in which they go; None if fewer may. Changes nothing.
 
         Args:
             protected: `protected(key)` is whether a resident key must stay, for example because it is leased.
@@ -89,14 +97,14 @@ class Policy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[bytes]:
-        """The resident keys; if the policy keeps them in one order, the next to be evicted first."""
+        """Go through the resident keys; if the policy keeps them in one order, the next to be evicted first."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many keys are resident."""
+        """Return how many keys are resident."""
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """Which of `newcomers` to store when `room` entries are free, and the keys to evict for them. Changes nothing.
+        """Decide which of `newcomers` to store when `room` entries are free, and what to evict. Changes nothing.
 
         This default admits all newcomers.
 
@@ -107,7 +115,7 @@ class Policy(ABC):
         return None if victims is None else Room(len(newcomers), victims)
 
     def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        """The object that the cache calls in place of this policy while a request stores and loads its keys in pieces.
+        """Return what the cache calls in place of this policy while a request stores and loads its keys in pieces.
 
         When the request ends, the policy itself gets `touch` with all of its keys; a dropped request gets none. The
         last key of a piece need not be the last of the request. This default returns the policy itself, which takes
@@ -122,8 +130,8 @@ class Policy(ABC):
         return self
 
     def at(self, seconds: float, promised: float) -> None:  # noqa: B027  # few policies measure time
-        """Called where requests name sessions: the time of the calls that follow, which never falls, and how much of
-        what was asked for lately came with a promise to come back (0 to 1). The policy does not get those keys.
+        """Note the time of the calls that follow, which never falls, and how much of what was asked for lately came
+        with a promise to come back (0 to 1); the policy does not get those keys. Called where requests name sessions.
         """
 
     def reset(self, keys: Sequence[bytes]) -> None:

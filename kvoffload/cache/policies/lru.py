@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import filterfalse, islice
 from typing import Any
 
-from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestCalls, RequestPolicy, Room
 from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 
 
@@ -50,7 +51,18 @@ class LRU(Policy):
         return self._oldest(count, protected, None)
 
     def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        return _ForRequest(self, self._open.of_request(notes, "keys"))
+        opened = self._open.of_request(notes, "keys")
+        join = partial(self._open.join, opened)
+
+        def load(keys: Sequence[bytes]) -> None:
+            self.remove(keys, evicted=False)
+            join(keys)
+
+        def make_room(newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+            victims = self._oldest(max(0, len(newcomers) - room), protected, opened)
+            return None if victims is None else Room(len(newcomers), victims)
+
+        return RequestCalls(join, load, make_room)
 
     def __iter__(self) -> Iterator[bytes]:
         return self._open.oldest_first()
@@ -64,22 +76,3 @@ class LRU(Policy):
     def _oldest(self, count: int, protected: Protected, but: Opened | None) -> list[bytes] | None:
         found = list(islice(filterfalse(protected, self._open.oldest_first(but)), count))
         return found if len(found) == count else None
-
-
-class _ForRequest:
-    """The policy for an open request."""
-
-    def __init__(self, policy: LRU, opened: Opened) -> None:
-        self._policy = policy
-        self._opened = opened
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        self._policy._open.join(self._opened, keys)
-
-    def load(self, keys: Sequence[bytes]) -> None:
-        self._policy.remove(keys, evicted=False)
-        self._policy._open.join(self._opened, keys)
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        victims = self._policy._oldest(max(0, len(newcomers) - room), protected, self._opened)
-        return None if victims is None else Room(len(newcomers), victims)

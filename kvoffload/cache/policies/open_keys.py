@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from kvoffload.cache.policies.base import Policy, Protected, RequestCalls, RequestPolicy, Room
 
 V = TypeVar("V")
 
@@ -32,37 +36,38 @@ class OpenKeys(Generic[V]):
         value: the value in `queue` of a key that leaves.
 
     Attributes:
+        queue: as given.
         opened_of: for each key here, its request.
         extra: how many more keys the queue has than `len(queue)`.
     """
 
     def __init__(self, queue: Queue[V], value: V) -> None:
-        self._queue = queue
+        self.queue = queue
         self._value = value
         self.opened_of: dict[bytes, Opened] = {}
         self.extra = 0
 
     def of_request(self, notes: dict[Any, Any], name: str) -> Opened:
-        """The place of an open request in this queue; `notes` keeps it by this name."""
+        """Return the place of an open request in this queue; `notes` keeps it by this name."""
         found: Opened | None = notes.get(name)
-        if found is None or found not in self._queue:
+        if found is None or found not in self.queue:
             found = notes[name] = Opened()
         return found
 
     def join(self, opened: Opened, keys: Sequence[bytes]) -> None:
-        """Keys that are in no queue become the latest of an open request, whose place moves to the recent end."""
+        """Add keys that are in no queue to an open request, as its latest; its place moves to the recent end."""
         if not keys:
             return
-        if opened not in self._queue:
-            self._queue[opened] = self._value
+        if opened not in self.queue:
+            self.queue[opened] = self._value
             self.extra -= 1
         opened.keys.update(dict.fromkeys(keys))
         self.opened_of.update(dict.fromkeys(keys, opened))
         self.extra += len(keys)
-        self._queue.move_to_end(opened)
+        self.queue.move_to_end(opened)
 
     def leave(self, keys: Sequence[bytes]) -> int:
-        """The keys that are here become single keys at the recent end, the first the most recent.
+        """Make the keys that are here single keys at the recent end, the first the most recent.
 
         1. No request is open, or `keys` is empty: nothing is here. This is the usual case, and costs a comparison.
         2. They are all keys of one request, as when it ends: its place goes as a whole. The last key, which needs the
@@ -74,7 +79,7 @@ class OpenKeys(Generic[V]):
         Returns:
             How many were here.
         """
-        queue, value, left = self._queue, self._value, 0
+        queue, value, left = self.queue, self._value, 0
         if not self.opened_of or not keys:
             return 0
         found = list(map(self.opened_of.pop, keys, repeat(None)))
@@ -99,15 +104,80 @@ class OpenKeys(Generic[V]):
         return left
 
     def oldest_first(self, but: Opened | None = None) -> Iterator[bytes]:
-        """All keys of the queue, except those from one open request."""
+        """Return all keys of the queue, except those of one open request."""
         if not self.opened_of:
-            return iter(self._queue)  # type: ignore[arg-type]  # no element is `Opened`
+            return iter(self.queue)  # type: ignore[arg-type]  # no element is `Opened`
 
         def keys() -> Iterator[bytes]:
-            for each in self._queue:
+            for each in self.queue:
                 if not isinstance(each, Opened):
                     yield each
                 elif each is not but:
                     yield from reversed(each.keys)
 
         return keys()
+
+    def __len__(self) -> int:
+        return len(self.queue) + self.extra
+
+
+Places: TypeAlias = tuple[Opened | None, Opened | None]
+_NOWHERE: Places = (None, None)
+
+
+class TwoQueues(Policy):
+    """A policy with two queues, in each of which an open request has a place.
+
+    Attributes:
+        loads_move: whether keys that an open request loads move to its places.
+    """
+
+    declines_with_room = False
+    loads_move: ClassVar[bool] = False
+
+    def __init__(self, first: OpenKeys[Any], second: OpenKeys[Any]) -> None:
+        self._open1, self._open2 = first, second
+
+    @abstractmethod
+    def _limits(self, newcomers: Sequence[bytes]) -> list[int]:
+        """For each newcomer, the last first, as if they came one by one: the limit at which `_choose` makes room."""
+
+    @abstractmethod
+    def _choose(self, limits: Iterable[int], protected: Protected, places: Places = _NOWHERE) -> list[bytes] | None:
+        """Choose a victim for each limit, which says from which queue; None if there are too few. Changes nothing.
+
+        The keys in `places` are passed over.
+        """
+
+    def make_room(
+        self, newcomers: Sequence[bytes], room: int, protected: Protected, places: Places = _NOWHERE
+    ) -> Room | None:
+        victims = self._choose(self._limits(newcomers)[room:], protected, places)
+        return None if victims is None else Room(len(newcomers), victims)
+
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        places = self._open1.of_request(notes, "first"), self._open2.of_request(notes, "second")
+
+        def join(step: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> None:
+            """Take a step, then put its keys from the two queues into the places of the request."""
+            step(keys)
+            for mine, place in zip((self._open1, self._open2), places, strict=True):
+                mine.join(place, [key for key in keys if mine.queue.pop(key, None) is not None])
+
+        load = partial(join, self.load) if self.loads_move else self.load
+        return RequestCalls(partial(join, self.insert), load, partial(self.make_room, places=places))
+
+    def _leave(self, keys: Sequence[bytes]) -> None:
+        self._open1.leave(keys)
+        self._open2.leave(keys)
+
+    def _take(self, key: bytes) -> None:
+        """Take a single key out of its queue."""
+        if self._open1.queue.pop(key, None) is None:
+            del self._open2.queue[key]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain(self._open1.oldest_first(), self._open2.oldest_first())
+
+    def __len__(self) -> int:
+        return len(self._open1) + len(self._open2)

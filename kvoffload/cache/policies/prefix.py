@@ -31,7 +31,7 @@ from itertools import chain, filterfalse, groupby, islice
 from math import inf
 from typing import Any, TypeAlias
 
-from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestCalls, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 FEWEST_REMEMBERED = 24_576  # keys that are not resident, half of them at times: far beyond a small cache's own reach
@@ -110,14 +110,15 @@ class Prefix(Policy):
             self._leave(run, len(same))
 
     def at(self, seconds: float, promised: float) -> None:
-        """From now on ages are measured in time, too."""
+        """Measure ages in time, too, from now on."""
         self._model.promised, self._model.in_time = promised, True
         if self._seconds is not None:
             self._now += max(0, int(1e3 * seconds) - int(1e3 * self._seconds))
         self._seconds = seconds
 
     def for_request(self, notes: Notes) -> RequestPolicy:
-        return _ForRequest(self, notes)
+        use = partial(self._use, counted=True, ends=False, request=notes)  # no key is its end until `touch` says so
+        return RequestCalls(use, use, partial(self.make_room, request=notes))
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         space = self.make_room((), -count, protected)
@@ -213,7 +214,7 @@ class Prefix(Policy):
         return found
 
     def _joined(self, request: Notes, uses: int, olds: Collection[Run | None]) -> Run:
-        """The run that keys of an open request with so many uses join.
+        """Return the run that keys of an open request with so many uses join.
 
         1. The run of its earlier keys, if that still lies in its queue, and all of its keys are in it.
         2. Else a new run. A key that left the old one may come back, and a run must not have it twice; `olds`: runs
@@ -250,7 +251,7 @@ class Prefix(Policy):
         self._model.learn(self._survivors())
 
     def _survivors(self) -> Iterator[Survivors]:
-        """All blocks that wait; in a long queue every `step`-th run stands for its neighbours."""
+        """Yield all blocks that wait; in a long queue every `step`-th run stands for its neighbours."""
         for queue in self._queues:
             step = max(1, len(queue) // _SAMPLE)
             for run in islice(queue, 0, None, step):
@@ -279,14 +280,8 @@ class Prefix(Policy):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
-        batch = max(1, min(admitted - room, BATCH))
-        heads = Heads(
-            self._queues,
-            self._model.chain_worths,
-            self._now,
-            bounds,
-            partial(walk, self._run_of, protected, request, batch),
-        )
+        batches = partial(walk, self._run_of, protected, request, max(1, min(admitted - room, BATCH)))
+        heads = Heads(self._queues, self._model.chain_worths, self._now, bounds, batches)
         while admitted - room > len(victims):
             head = heads.lowest()
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
@@ -298,7 +293,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
-        """The worth of newcomers on arrival; with `ends` the last is the end of its request."""
+        """Return the worth of newcomers on arrival; with `ends` the last is the end of its request."""
         if not newcomers or not self._declines:
             return [inf] * len(newcomers)
         known, worth_of = self._gone.glance(newcomers), self._model.worth_on_arrival
@@ -311,23 +306,6 @@ class Prefix(Policy):
         if ends:
             worths[-1] = worth_of(kind_of(1 + uses[-1], True))
         return worths
-
-
-class _ForRequest:
-    """The policy for an open request: no key is its end until `touch` says so."""
-
-    def __init__(self, policy: Prefix, notes: Notes) -> None:
-        self._policy = policy
-        self._notes = notes
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        self._policy._use(keys, counted=True, ends=False, request=self._notes)
-
-    def load(self, keys: Sequence[bytes]) -> None:
-        self._policy._use(keys, counted=True, ends=False, request=self._notes)
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        return self._policy.make_room(newcomers, room, protected, self._notes)
 
 
 class Recency:
@@ -343,7 +321,7 @@ class Recency:
         self._held = 0
 
     def leave(self, run: Run, count: int) -> int:
-        """So many keys of a run are used again, or are gone. Returns how many of these LRU would hold."""
+        """Take so many keys, used again or gone, out of a run. Returns how many of these LRU would hold."""
         held = min(count, run.recent)
         run.recent -= held
         self._held -= held
@@ -352,7 +330,7 @@ class Recency:
         return held
 
     def use(self, runs: Collection[Run], count: int, *, goes_on: bool) -> None:
-        """So many keys are used now, and are counted in these runs. The oldest ones beyond `room` go when their request
+        """Count so many keys, which are used now, in these runs. The oldest ones beyond `room` go when their request
         ends: while it goes on, its keys stay, however old they are, and twice as many are held.
         """
         for run in runs:
@@ -377,14 +355,14 @@ class _Ghosts:
         self._old: dict[bytes, Run] = {}
 
     def glance(self, keys: Sequence[bytes]) -> list[Run | None] | None:
-        """The run of each key, None for keys not remembered; None if no key is."""
+        """Return the run of each key, None for keys not remembered; None if no key is."""
         young, old = self._young, self._old
         if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
             return None
         return [young.get(key) or old.get(key) for key in keys]
 
     def recall(self, keys: Sequence[bytes]) -> list[Run | None] | None:
-        """As `glance`; the keys are forgotten."""
+        """Do as `glance`, and forget the keys."""
         runs = self.glance(keys)
         if runs is not None:
             for key in keys:
@@ -404,7 +382,7 @@ class _Ghosts:
         return forgotten
 
     def survivors(self) -> list[tuple[Run, int]]:
-        """How many keys are remembered with each run; a run may come several times."""
+        """Return how many keys are remembered with each run; a run may come several times."""
         return _count_neighbours(chain(self._old.values(), self._young.values()))
 
     def __len__(self) -> int:
@@ -412,7 +390,7 @@ class _Ghosts:
 
 
 def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
-    """Keys that follow each other and have one run, with that run."""
+    """Group keys that follow each other and have one run, with that run."""
     if runs and runs.count(runs[0]) == len(runs):
         return [(runs[0], list(keys))]
     found, begin = [], 0
@@ -424,7 +402,7 @@ def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple
 
 
 def _count_neighbours(runs: Iterable[Run]) -> list[tuple[Run, int]]:
-    """Runs, each with how often it follows itself."""
+    """Count how often each run follows itself."""
     return [(run, len(list(same))) for run, same in groupby(runs)]
 
 
@@ -439,7 +417,7 @@ class LowerBounds:
         self._known: list[tuple[int, float, float]]  # by kind: of a run of this time, until this moment, its bound
 
     def of(self, queues: list[Queue], chain_worths: ChainWorths | None, now: int) -> list[Bound]:
-        """The bound and the kind of each queue that is not empty."""
+        """Return the bound and the kind of each queue that is not empty."""
         if chain_worths is None:
             return [(next(iter(queue)).time, kind) for kind, queue in enumerate(queues) if queue]
         if chain_worths is not self._chain_worths:
@@ -482,7 +460,7 @@ class Heads:
         self._heads: dict[int, _Head] = {}
 
     def lowest(self) -> _Head | None:
-        """The head of the lowest chain worth, advanced to keys that may be evicted; None if all queues are exhausted.
+        """Return the head of the lowest chain worth, advanced to keys that may be evicted; None if there are none.
 
         1. The queue with the lowest bound has no such key left: it drops out.
         2. Its head is worth the bound itself: that is the lowest.
@@ -530,7 +508,7 @@ class _Head:
 def walk(
     run_of: dict[bytes, Run], protected: Protected, request: Notes | None, size: int, queue: Queue
 ) -> Iterator[tuple[Run, list[bytes]]]:
-    """The keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
+    """Yield the keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
     for run in queue:
         if request is not None and run.request is request:
             continue  # without looking at its keys, which are all protected

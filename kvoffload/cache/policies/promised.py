@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import filterfalse, islice, takewhile
 from math import inf
 from operator import attrgetter
 
-from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestCalls, RequestPolicy, Room
 
 Place = tuple[int, float, float]
 """Where a promise stands among others: the lowest is given up first."""
@@ -19,8 +20,8 @@ _LAST: Place = (2, 0.0, 0.0)
 
 
 def place_of(now: float, ttl: float, due: float | None) -> Place:
-    """A promise made at `now` (the cache's clock, seconds) to come back in `due` seconds stands above one without a
-    time.
+    """Return the place of a promise made at `now` (the cache's clock, seconds) to come back in `due` seconds. It stands
+    above one without a time.
 
     Of two promises with a time the one that is due later goes first, as in Belady's rule; without one, that with the
     longer `ttl`, since who asks for more time probably takes it, and of equal ones the older.
@@ -71,24 +72,24 @@ class Promised(Policy):
             self._by_tenant[promise.tenant] += len(keys)
 
     def ended(self, now: float) -> list[bytes]:
-        """The keys of promises whose time is over."""
+        """Return the keys of promises whose time is over."""
         return [key for each in takewhile(lambda each: each.until < now, self._by_end) for key in self.held(each)]
 
     def live(self, promise: Promise) -> int:
-        """How many keys are retained for a promise."""
+        """Return how many keys are retained for a promise."""
         return self._live.get(promise, 0)
 
     def promised_by(self, tenant: str, but: Sequence[bytes]) -> int:
-        """How many keys are retained for a tenant, without some."""
+        """Return how many keys are retained for a tenant, without some."""
         promises = (self._promise_of.get(key) for key in but)
         return self._by_tenant[tenant] - sum(each is not None and each.tenant == tenant for each in promises)
 
     def held(self, promise: Promise) -> list[bytes]:
-        """The keys that are retained for a promise, in the order of its request."""
+        """Return the keys that are retained for a promise, in the order of its request."""
         return [key for key in promise.keys if self._promise_of.get(key) is promise] if promise in self._live else []
 
     def below(self, place: Place, count: int, protected: Protected) -> list[bytes]:
-        """At most `count` keys of promises that are given up before this place."""
+        """Return at most `count` keys of promises that are given up before this place."""
         if count <= 0:
             return []
         lower = takewhile(lambda each: each.place < place, self._by_place)
@@ -96,21 +97,21 @@ class Promised(Policy):
         return list(islice(filterfalse(protected, mine), count))
 
     def insert(self, keys: Sequence[bytes]) -> None:
-        """Only after an exception: whose promise it was is not known any more."""
+        """Retain keys after an exception, when it is not known any more whose promise it was; they go first."""
         self.put(Promise(FIRST, -inf, ""), keys)
 
     def load(self, keys: Sequence[bytes]) -> None:
-        """The promise stands until its request ends."""
+        """Change nothing: the promise stands until its request ends."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `load`."""
+        """Change nothing, as `load`."""
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         del evicted
         self._leave(Counter(list(map(self._promise_of.pop, keys))))
 
     def _leave(self, counts: Counter[Promise]) -> None:
-        """So many keys of these promises are not retained for them any more."""
+        """Lower each promise's count of retained keys."""
         for promise, count in counts.items():
             self._live[promise] -= count
             self._by_tenant[promise.tenant] -= count
@@ -124,8 +125,16 @@ class Promised(Policy):
         return found if len(found) == count else None
 
     def for_promise(self, promise: Promise | None) -> RequestPolicy:
-        """The policy for an open request that has promised to come back."""
-        return self if promise is None else _ForRequest(self, promise)
+        """Return the calls for an open request that has promised to come back: only lower promises give way to it."""
+        if promise is None:
+            return self
+
+        def make_room(newcomers: Sequence[bytes], room: int, protected: Protected) -> Room:
+            wanted = max(0, len(newcomers) - room)
+            victims = self.below(promise.place, wanted, protected)
+            return Room(max(0, len(newcomers) - wanted + len(victims)), victims)  # the last are declined
+
+        return RequestCalls(partial(self.put, promise), self.load, make_room)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.below(_LAST, len(self), lambda _: False))
@@ -135,23 +144,3 @@ class Promised(Policy):
 
     def __repr__(self) -> str:
         return f"Promised({len(self)} keys, {len(self._live)} promises)"
-
-
-class _ForRequest:
-    """See `Promised.for_promise`."""
-
-    def __init__(self, policy: Promised, promise: Promise) -> None:
-        self._policy = policy
-        self._promise = promise
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        self._policy.put(self._promise, keys)
-
-    def load(self, keys: Sequence[bytes]) -> None:
-        """See `Promised.load`."""
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """Only lower promises give way; the last newcomers are declined for want of them."""
-        wanted = max(0, len(newcomers) - room)
-        victims = self._policy.below(self._promise.place, wanted, protected)
-        return Room(max(0, len(newcomers) - wanted + len(victims)), victims)

@@ -62,7 +62,7 @@ EDGES = (
 
 
 def kind_of(uses: int, is_end: bool) -> int:
-    """A block's kind. Of two blocks in a chain, the earlier one's is never lower."""
+    """Return a block's kind. Of two blocks in a chain, the earlier one's is never lower."""
     if uses >= MOST_USES:
         return KINDS - 1
     return 2 * (uses - 1) + (not is_end)
@@ -109,7 +109,7 @@ class ReuseModel:
         self.chain_worths: list[list[float]] | None = _chain_worths(self._worth)
 
     def reused(self, kind: int, age: int, count: int, resident: bool, recent: int) -> None:
-        """`resident`: the cache still had the blocks; LRU would have had at least `recent` of them."""
+        """Count blocks used again. `resident`: the cache still had them; LRU would have had at least `recent`."""
         outcome = self._outcome
         outcome[0] += count * resident
         outcome[1] += recent
@@ -125,13 +125,13 @@ class ReuseModel:
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
     def worth(self, kind: int, age: int) -> float:
-        """Uses to expect for each block of age that a block is kept from now on, as far as that is trusted. In LRU's
-        order -1: nothing is declined for it.
+        """Return the uses to expect for each block of age that a block is kept from now on, as far as that is trusted.
+        In LRU's order -1: nothing is declined for it.
         """
         return self._trust * self._worth[kind][bisect_right(EDGES, age) - 1] if self._trust else -1.0
 
     def worth_on_arrival(self, kind: int) -> float:
-        """The worth of a block of a kind on arrival; infinite before anything was learned."""
+        """Return the worth of a block of a kind on arrival; infinite before anything was learned."""
         return self._worth[kind][0] if self._has_learned else inf
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
@@ -168,7 +168,7 @@ class ReuseModel:
         return found + max(CHANCE, leeway) < lru_found
 
     def _found_by_lru(self) -> float:
-        """The share of all uses."""
+        """Return the share of all uses that LRU finds."""
         _, lru_found, uses = self._outcome
         return lru_found / max(1.0, uses)
 
@@ -192,7 +192,7 @@ def _table() -> list[list[float]]:
 
 
 def _chances(reused: _Table, left: _Table, borrowed: npt.NDArray[np.float64]) -> _Table:
-    """The chance of a use, by kind and range of ages, as far as there are enough observations of all kinds together.
+    """Return the chance of a use, by kind and range of ages, as far as all kinds together have enough observations.
 
     Args:
         left: blocks that have come to a range without a use there: they are forgotten, or still wait.
@@ -210,8 +210,8 @@ def _chances(reused: _Table, left: _Table, borrowed: npt.NDArray[np.float64]) ->
 
 
 def _best_densities(chances: _Table) -> list[list[float]]:
-    """By kind and range of ages: the most uses for each block of age, over all ages until which a block that has come
-    so far may be kept. All kinds and ages at once, one more range each step.
+    """Return the most uses for each block of age, by kind and range of ages, over all ages until which a block that has
+    come so far may be kept. All kinds and ages at once, one more range each step.
     """
     known = chances.shape[1]
     best, uses, kept = np.zeros((3, known, KINDS))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, filterfalse, repeat
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import filterfalse, repeat
+from typing import NamedTuple
 
-from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
-from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
+from kvoffload.cache.policies.base import Protected
+from kvoffload.cache.policies.open_keys import OpenKeys, Places, Queue, TwoQueues
 
 _SMALL_SHARE = 10  # the small queue has the capacity divided by this
 _MOST_USES = 3
@@ -23,7 +23,7 @@ class _Plan(NamedTuple):
     moved: OrderedDict[bytes, int]  # keys that go to the recent end of the main queue, in this order, and their values
 
 
-class S3FIFO(Policy):
+class S3FIFO(TwoQueues):
     """A small queue that newcomers must survive, before a main queue.
 
     Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). New keys enter the
@@ -41,15 +41,13 @@ class S3FIFO(Policy):
         capacity: keys of the cache. Up to nine tenths as many evicted keys are remembered.
     """
 
-    declines_with_room = False
-
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._small_size = max(1, capacity // _SMALL_SHARE)
         # the oldest first; the value: uses since the key came here, and _COUNTED
         self._small: Queue[int] = OrderedDict()
         self._main: Queue[int] = OrderedDict()
-        self._open_small, self._open_main = OpenKeys(self._small, _COUNTED), OpenKeys(self._main, _COUNTED)
+        super().__init__(OpenKeys(self._small, _COUNTED), OpenKeys(self._main, _COUNTED))
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._plan: _Plan | None = None  # of the latest answer, unless anything has changed since
 
@@ -95,56 +93,21 @@ class S3FIFO(Policy):
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         return self._choose(repeat(self._small_size, count), protected)
 
-    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        small, main = self._open_small.of_request(notes, "small"), self._open_main.of_request(notes, "main")
-        return _ForRequest(self, small, main)
-
-    def make_room(
-        self,
-        newcomers: Sequence[bytes],
-        room: int,
-        protected: Protected,
-        small: Opened | None = None,
-        main: Opened | None = None,
-    ) -> Room | None:
-        """As if the keys were inserted one by one: those inserted so far count as keys of the small queue.
-
-        The keys in `small` and `main` are passed over.
-        """
+    def _limits(self, newcomers: Sequence[bytes]) -> list[int]:
+        """The size of the small queue, less the keys that have come to it by then."""
         arrived, limits = 0, list[int]()
         for key in reversed(newcomers):
             limits.append(self._small_size - arrived)
             arrived += key not in self._ghosts
-        victims = self._choose(limits[room:], protected, small, main)
-        return None if victims is None else Room(len(newcomers), victims)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return chain(self._open_small.oldest_first(), self._open_main.oldest_first())
-
-    def __len__(self) -> int:
-        return self._small_count + len(self._main) + self._open_main.extra
-
-    @property
-    def _small_count(self) -> int:
-        return len(self._small) + self._open_small.extra
+        return limits
 
     def __repr__(self) -> str:
-        sizes = f"small {self._small_count}, main {len(self) - self._small_count}, ghosts {len(self._ghosts)}"
+        sizes = f"small {len(self._open1)}, main {len(self._open2)}, ghosts {len(self._ghosts)}"
         return f"S3FIFO({len(self)} of {self._capacity} keys: {sizes})"
 
-    def _leave(self, keys: Sequence[bytes]) -> None:
-        self._open_small.leave(keys)
-        self._open_main.leave(keys)
-
-    def _take(self, key: bytes) -> None:
-        if self._small.pop(key, None) is None:
-            del self._main[key]
-
-    def _choose(
-        self, limits: Iterable[int], protected: Protected, small: Opened | None = None, main: Opened | None = None
-    ) -> list[bytes] | None:
-        """One key for each limit: of the small queue while it has at least so many keys, else of the main queue."""
-        search = _Search(self, protected, small, main)
+    def _choose(self, limits: Iterable[int], protected: Protected, places: Places = (None, None)) -> list[bytes] | None:
+        """Choose a key of the small queue while that has at least as many keys as the limit, else of the main queue."""
+        search = _Search(self, protected, places)
         victims = list[bytes]()
         for limit in limits:
             key = search.find(limit)
@@ -158,12 +121,12 @@ class S3FIFO(Policy):
 class _Search:
     """Eviction from the two queues, without changing them."""
 
-    def __init__(self, policy: S3FIFO, protected: Protected, small: Opened | None, main: Opened | None) -> None:
-        self._small, self._open_small = policy._small, policy._open_small.opened_of
+    def __init__(self, policy: S3FIFO, protected: Protected, places: Places) -> None:
+        self._small, self._open_small = policy._small, policy._open1.opened_of
         self._main = policy._main
-        self._small_keys = filterfalse(protected, policy._open_small.oldest_first(small))
-        self._main_keys = filterfalse(protected, policy._open_main.oldest_first(main))
-        self._left = policy._small_count
+        self._small_keys = filterfalse(protected, policy._open1.oldest_first(places[0]))
+        self._main_keys = filterfalse(protected, policy._open2.oldest_first(places[1]))
+        self._left = len(policy._open1)
         self.ghosts: list[bytes] = []
         self.moved: OrderedDict[bytes, int] = OrderedDict()
 
@@ -197,26 +160,6 @@ class _Search:
     def _next_of_main(self) -> bytes | None:
         key = next(self._main_keys, None)
         return next(iter(self.moved), None) if key is None else key
-
-
-class _ForRequest:
-    def __init__(self, policy: S3FIFO, small: Opened, main: Opened) -> None:
-        self._policy = policy
-        self._small_place, self._main_place = small, main
-
-    def insert(self, keys: Sequence[bytes]) -> None:
-        policy = self._policy
-        policy.insert(keys)
-        small = [key for key in keys if policy._small.pop(key, None) is not None]
-        main = [key for key in keys if policy._main.pop(key, None) is not None]
-        policy._open_small.join(self._small_place, small)
-        policy._open_main.join(self._main_place, main)
-
-    def load(self, keys: Sequence[bytes]) -> None:
-        self._policy.load(keys)
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        return self._policy.make_room(newcomers, room, protected, self._small_place, self._main_place)
 
 
 def _uses(value: int) -> int:
