@@ -88,8 +88,7 @@ def opposite_copies(device: Device, direction: Direction, nbytes: int) -> Iterat
         with device.current():
             pinned = PinnedMemory(driver, nbytes)
             undo.callback(in_context, device, pinned.release)
-            stream = driver.stream_create(0)
-            undo.callback(in_context, device, partial(driver.stream_destroy, stream))
+        stream = undo.enter_context(device.stream()).handle
         target, source = buffer.address, pinned.address
         if direction is Direction.LOAD:
             target, source = source, target

@@ -22,7 +22,7 @@ from kvoffload.copiers.pack import (
     why_not_packed,
 )
 from kvoffload.copiers.pack_kernels import PackKernels
-from kvoffload.copiers.selection import choose, two_ways
+from kvoffload.copiers.selection import Question, choose, two_ways
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Capabilities, Driver
@@ -270,11 +270,12 @@ class CopierSet:
 
     def _select(self, plan: BlockPlan, opposite: bool, queued: bool) -> Selection:
         parts = plan.group.num_parts
-        shape, offered, profile, prefer = shape_of(plan), self.offered, self._profile, self._prefer
+        shape, offered = shape_of(plan), frozenset(self.offered)
         if parts > 1 and not can_pack(plan.group.parts):
-            offered = tuple(name for name in offered if name != "pack")
-        copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
-        ways = two_ways(shape, offered, profile, prefer, opposite, parts, queued) if "pack" in offered else None
+            offered -= {"pack"}
+        question = Question(shape, offered, self._profile, self._prefer, parts, opposite)
+        copier, reason, _ = choose(question)
+        ways = two_ways(question, queued) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
         size = shape.nbytes.bit_length(), parts.bit_length()

@@ -42,6 +42,8 @@ _CODED_TILE_BYTES, _CODING_WARPS, _CODING_REGISTERS = 2048, 1, 72
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 ARENA_BYTES = 1 << 20  # for each direction
 KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
+_TABLES = (("fragment_table", "i64"), ("block_table", "i64"))
+_COUNTS = (("row_fragments", "i32"), ("num_fragments", "i32"), ("num_blocks", "i32"))
 
 
 class FragmentShape(NamedTuple):
@@ -77,14 +79,7 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
         return KernelSpec(
             module="kvoffload.kernels.coding",
             function="encode" if direction is STORE else "decode",
-            parameters=(
-                ("fragment_table", "i64"),
-                ("block_table", "i64"),
-                ("outcomes", "i64"),
-                ("row_fragments", "i32"),
-                ("num_fragments", "i32"),
-                ("num_blocks", "i32"),
-            ),
+            parameters=(*_TABLES, ("outcomes", "i64"), *_COUNTS),
             constants=(
                 ("VALUES", shape.coding.values),
                 ("CHUNKS", shape.tile_fragments),
@@ -97,13 +92,7 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
     return KernelSpec(
         module="kvoffload.kernels.pack",
         function="pack",
-        parameters=(
-            ("fragment_table", "i64"),
-            ("block_table", "i64"),
-            ("row_fragments", "i32"),
-            ("num_fragments", "i32"),
-            ("num_blocks", "i32"),
-        ),
+        parameters=(*_TABLES, *_COUNTS),
         constants=(
             ("STORE", int(direction is STORE)),
             ("WORD_BITS", 8 * shape.word_bytes),

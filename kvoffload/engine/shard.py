@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
 from kvoffload.copiers.observed import Forecast
-from kvoffload.copiers.selection import check_prefer, rank
+from kvoffload.copiers.selection import Question, check_prefer, rank
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
@@ -348,8 +348,8 @@ class Shard:
             forecast = between[0].expect(between[1], plan.nbytes)
             copier, reason = forecast.copier, str(forecast)
         shape = shape_of(plan)
-        offered = ("pack",) if copiers.coded[request.group] else copiers.offered
-        ranked = rank(shape, offered, profile, self.prefer)
+        offered = {"pack"} if copiers.coded[request.group] else copiers.offered
+        ranked = rank(Question(shape, frozenset(offered), profile, self.prefer))
         others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,

@@ -43,19 +43,13 @@ def why_not(capabilities: Capabilities) -> str | None:
 
 
 def load_kernel(
-    driver: Driver,
-    capabilities: Capabilities,
-    spec: KernelSpec,
-    *,
-    cache_folder: Path | None = None,
-    modules: list[Any] | None = None,
+    driver: Driver, capabilities: Capabilities, spec: KernelSpec, *, modules: list[Any] | None = None
 ) -> LoadedKernel:
     """Load a kernel into the current context, compiling it if it is not in the cache folder.
 
     Args:
         driver, capabilities: of the device whose context is current.
         spec: names the kernel.
-        cache_folder: instead of the user's cache folder.
         modules: the module's handle is appended here, and the caller unloads it, also after an error. None: the
             kernel's `close` unloads it, and after an error nothing stays loaded.
 
@@ -65,7 +59,7 @@ def load_kernel(
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
-    compiled = machine_code(driver, capabilities, spec, cache_folder)
+    compiled = machine_code(driver, capabilities, spec)
     if compiled.shared_bytes > capabilities.max_shared_bytes:
         raise CapabilityError(
             f"{spec} needs {compiled.shared_bytes} bytes of shared memory in a block, and this GPU has "
@@ -89,12 +83,10 @@ def load_kernel(
         ) from error
 
 
-def machine_code(
-    driver: Driver, capabilities: Capabilities, spec: KernelSpec, cache_folder: Path | None = None
-) -> Compiled:
+def machine_code(driver: Driver, capabilities: Capabilities, spec: KernelSpec) -> Compiled:
     """A kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
     if not driver.simulated:
-        return compiled_kernel(spec, capabilities.compute_capability, cache_folder, cuda=capabilities.driver_version[0])
+        return compiled_kernel(spec, capabilities.compute_capability, cuda=capabilities.driver_version[0])
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
 
     require_triton()
@@ -162,19 +154,16 @@ _FORMAT = 2
 _MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
-def compiled_kernel(
-    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
-) -> Compiled:
+def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Compiled:
     """A kernel from the cache folder, or compiled and then written there.
 
     Args:
         spec, compute_capability, cuda: as for `compile_kernel`.
-        folder: instead of `cachefiles.cache_folder()`.
 
     Raises:
         CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
-    path = kernel_path(spec, compute_capability, folder, cuda=cuda)
+    path = kernel_path(spec, compute_capability, cuda=cuda)
     content = cachefiles.read_own(path)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
@@ -184,9 +173,7 @@ def compiled_kernel(
     return compiled
 
 
-def kernel_path(
-    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
-) -> Path:
+def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Path:
     """The file of a kernel, named after all that the machine code depends on; found without importing Triton."""
     version = triton_version()
     if version is None:
@@ -197,8 +184,7 @@ def kernel_path(
     assembler = [cuda < 13, named, changed]
     parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS, assembler]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    base = cachefiles.cache_folder() if folder is None else folder
-    return base / "kernels" / f"{digest}.json"
+    return cachefiles.cache_folder() / "kernels" / f"{digest}.json"
 
 
 def _source(module: str) -> str:

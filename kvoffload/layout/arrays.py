@@ -76,7 +76,9 @@ def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: Suppo
     Raises:
         LayoutError: axes that are out of range or the same, or blocks that are not contiguous.
     """
-    planes_at, blocks_at = checked_axes(view.shape, plane_axis, block_axis)
+    planes_at, blocks_at = _axis("plane_axis", plane_axis, view.shape), _axis("block_axis", block_axis, view.shape)
+    if planes_at == blocks_at:
+        raise LayoutError(f"plane_axis and block_axis must differ, both are {planes_at}")
     rest = [axis for axis in range(len(view.shape)) if axis != planes_at]
     shape, strides = (tuple(values[axis] for axis in rest) for values in (view.shape, view.strides))
     return [
@@ -88,14 +90,6 @@ def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: Suppo
         )
         for index in range(view.shape[planes_at])
     ]
-
-
-def checked_axes(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, int]:
-    """Both as numbers from 0; LayoutError if one is no axis of `shape`, or they are the same."""
-    planes_at, blocks_at = _axis("plane_axis", plane_axis, shape), _axis("block_axis", block_axis, shape)
-    if planes_at == blocks_at:
-        raise LayoutError(f"plane_axis and block_axis must differ, both are {planes_at}")
-    return planes_at, blocks_at
 
 
 def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:

@@ -21,8 +21,8 @@ SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
 MAX_SLOT_BYTES = 1 << 40  # of one slot: 1 TiB is far beyond any use, and sums of such sizes stay far below 2**63
 
 
-def positive(name: str, value: SupportsIndex, limit: int = INTEGER_LIMIT) -> int:
-    """`value` as an int in `[1, limit)`.
+def positive(name: str, value: SupportsIndex) -> int:
+    """Return `value` as an int in `[1, 2**63)`.
 
     Args:
         value: an integer of Python or numpy, or a `cuda.bindings.driver.CUdeviceptr`.
@@ -36,9 +36,8 @@ def positive(name: str, value: SupportsIndex, limit: int = INTEGER_LIMIT) -> int
             number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
         except (TypeError, ValueError):
             pass
-    if not 1 <= number < limit:
-        bound = f"2**{limit.bit_length() - 1}"
-        raise LayoutError(f"{name} must be an integer of at least 1 and below {bound}, got {shown(value)}")
+    if not 1 <= number < INTEGER_LIMIT:
+        raise LayoutError(f"{name} must be an integer of at least 1 and below 2**63, got {shown(value)}")
     return number
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +40,7 @@ class Direction(enum.StrEnum):
 STORE, LOAD = Direction.STORE, Direction.LOAD  # looking a member up in its enum takes 0.1 us
 
 
+@dataclass(slots=True, eq=False)
 class BlockPlan:
     """Copies between block `blocks[i]` of a group's planes and sub-block `sub_block[i]` of the slot at
     `slot_address[i]`. Immutable; `cut` shares its arrays.
@@ -53,38 +56,16 @@ class BlockPlan:
         part_ends: empty, since a block has planes of all parts; see `TransferPlan.part_ends`.
     """
 
-    __slots__ = (
-        "_merged",
-        "blocks",
-        "direction",
-        "group",
-        "group_index",
-        "nbytes",
-        "slot_address",
-        "slots",
-        "sub_block",
-    )
-    part_ends: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        direction: Direction,
-        group: FoldedGroup,
-        group_index: int,
-        blocks: Int64Array,
-        slots: Int64Array,
-        slot_address: UInt64Array,
-        sub_block: Int64Array | None,
-    ) -> None:
-        self.direction = direction
-        self.group = group
-        self.group_index = group_index
-        self.blocks = blocks
-        self.slots = slots
-        self.slot_address = slot_address
-        self.sub_block = sub_block
-        self.nbytes = group.bytes_per_block * len(blocks)
-        self._merged: tuple[Int64Array, Int64Array] | None = None
+    direction: Direction
+    group: FoldedGroup
+    group_index: int
+    blocks: Int64Array
+    slots: Int64Array
+    slot_address: UInt64Array
+    sub_block: Int64Array | None
+    nbytes: int
+    _merged: tuple[Int64Array, Int64Array] | None = None
+    part_ends: ClassVar[tuple[int, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -95,8 +76,9 @@ class BlockPlan:
             return self
         cut = slice(start, stop)
         sub_block = None if self.sub_block is None else self.sub_block[cut]
-        of, slots, address = (self.direction, self.group, self.group_index), self.slots[cut], self.slot_address[cut]
-        return BlockPlan(*of, self.blocks[cut], slots, address, sub_block)
+        of, blocks = (self.direction, self.group, self.group_index), self.blocks[cut]
+        nbytes = self.group.bytes_per_block * len(blocks)
+        return BlockPlan(*of, blocks, self.slots[cut], self.slot_address[cut], sub_block, nbytes)
 
     def count(self) -> tuple[int, int]:
         """How many strided operations `operations` returns, and how many rows these have together."""
@@ -184,6 +166,7 @@ class BlockPlan:
         return f"BlockPlan({self.direction}, {place}, {self.nbytes} bytes)"
 
 
+@dataclass(slots=True, eq=False)
 class TransferPlan:
     """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`. Immutable.
 
@@ -195,37 +178,14 @@ class TransferPlan:
         source, target: the device and host addresses, by direction.
     """
 
-    __slots__ = (
-        "device_address",
-        "device_pitch",
-        "direction",
-        "height",
-        "host_address",
-        "host_pitch",
-        "part_ends",
-        "width",
-    )
-
-    def __init__(
-        self,
-        direction: Direction,
-        device_address: UInt64Array,
-        host_address: UInt64Array,
-        width: UInt64Array,
-        height: UInt64Array,
-        device_pitch: UInt64Array,
-        host_pitch: UInt64Array,
-        *,
-        part_ends: tuple[int, ...] = (),
-    ) -> None:
-        self.direction = direction
-        self.device_address = device_address
-        self.host_address = host_address
-        self.width = width
-        self.height = height
-        self.device_pitch = device_pitch
-        self.host_pitch = host_pitch
-        self.part_ends = part_ends
+    direction: Direction
+    device_address: UInt64Array
+    host_address: UInt64Array
+    width: UInt64Array
+    height: UInt64Array
+    device_pitch: UInt64Array
+    host_pitch: UInt64Array
+    part_ends: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.device_address)
@@ -335,4 +295,5 @@ def build(
         position = np.arange(first_sub_block, first_sub_block + len(blocks))
         index, sub_block = np.divmod(position, factor)
         slots = slots[index]
-    return BlockPlan(direction, group, group_index, blocks, slots, slot_addresses[slots], sub_block)
+    nbytes = group.bytes_per_block * len(blocks)
+    return BlockPlan(direction, group, group_index, blocks, slots, slot_addresses[slots], sub_block, nbytes)

@@ -262,8 +262,9 @@ def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_kernels_too(monkeypatch)
     choose = selection.choose
 
-    def choosing(shape: Any, available: Any, *rest: Any) -> Any:
-        return choose(shape, ("pack",) if "pack" in available else available, *rest)
+    def choosing(question: selection.Question) -> selection.Choice:
+        packs = question.available & {"pack"}
+        return choose(question._replace(available=packs or question.available))
 
     monkeypatch.setattr(copier_set, "choose", choosing)
 
