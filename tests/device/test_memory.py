@@ -338,19 +338,6 @@ def test_a_gpus_link_and_numa_node_come_from_sysfs(tmp_path: Path, monkeypatch: 
 # the pool outlives its engine
 
 
-def test_views_of_the_slots_stay_valid_after_close(device: kvoffload.Device) -> None:
-    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
-    engine = OffloadEngine(layout, device=device, num_slots=4)
-    row = engine.slots[2]
-    row[:] = 77
-    engine.close()
-    assert device.simulator.leaks()["registered_ranges"] == 0
-    del engine
-    gc.collect()
-    row[5] += 1
-    assert (row[4], row[5]) == (77, 78)
-
-
 def test_release_may_be_called_twice(device: kvoffload.Device) -> None:
     pinned = pin(device, PAGE_BYTES)
     unpin(device, pinned)
@@ -457,9 +444,6 @@ def test_a_full_gpu_is_a_capacity_error_with_figures(device: kvoffload.Device) -
         CapacityError, match=rf"cannot allocate {free + 1} bytes on .*: {free} of {free} bytes are free"
     ):
         device.allocate(free + 1)
-    for nbytes in (0, -5):
-        with pytest.raises(ValueError, match=f"nbytes must be an integer of at least 1, got {nbytes}"):
-            device.allocate(nbytes)
 
 
 def test_garbage_is_freed_before_memory_is_called_short() -> None:

@@ -327,16 +327,10 @@ def test_pitfall_07_every_kind_of_stream_becomes_a_handle_and_0_becomes_1(stream
     assert type(found) is int
 
 
-@pytest.mark.parametrize("stream", [None, "1", 1.0, True, False, object(), [1], b"1", NO_WAIT, np.array([1])])
+@pytest.mark.parametrize("stream", [None, "1", 1.0, -1, True, False, object(), [1], b"1", NO_WAIT, np.array([1])])
 def test_pitfall_07_anything_else_is_refused_by_name(stream: Any) -> None:
     with pytest.raises(TypeError, match=r"after must be a stream handle \(int\) or an object with __cuda_stream__"):
         stream_handle(stream, "after")
-
-
-def test_pitfall_07_negative_handles_are_refused(engine: OffloadEngine) -> None:
-    with pytest.raises((TypeError, ValueError, kvoffload.DriverError)):
-        engine.store([0], [0], after=-1)
-    assert engine.statistics().in_flight == 0
 
 
 @pytest.mark.parametrize("after", [None, 0, LEGACY, PER_THREAD, WithMethod(0), "own", NO_WAIT])
@@ -389,19 +383,6 @@ def capturing(device: kvoffload.Device) -> Iterator[int]:
     with device.current():
         assert device.simulator.cuStreamEndCapture(stream)[0] == 0  # not invalidated, nothing unjoined
         device.driver.stream_destroy(stream)
-
-
-def test_pitfall_07_a_capturing_stream_is_a_clear_error_and_the_capture_goes_on(
-    engine: OffloadEngine, capturing: int
-) -> None:
-    for transfer in (engine.store, engine.load):
-        with pytest.raises(TransferError, match=rf"after={capturing:#x} is being captured into a graph.*NO_WAIT"):
-            transfer([0], [0], after=capturing)
-    assert engine.statistics().in_flight == 0
-    job = engine.store([0], [0], after=NO_WAIT)
-    with pytest.raises(TransferError, match=rf"stream={capturing:#x} is being captured"):
-        job.order_before(capturing)
-    job.wait(10)
 
 
 def test_pitfall_07_the_legacy_stream_counts_as_captured_while_a_blocking_stream_is(

@@ -140,19 +140,6 @@ def test_an_error_inside_with_still_closes(seed: int) -> None:
 # time
 
 
-def test_a_close_that_runs_out_of_time_frees_nothing_and_can_be_repeated(device: kvoffload.Device) -> None:
-    with engine_on(device) as engine:
-        held = Held(engine)
-        job = engine.store([0], [0], after=held.stream)
-        with pytest.raises(TimeoutError):
-            device.close(timeout=0.05)
-        assert not device.closed
-        assert device.simulator.leaks()["registered_ranges"] == 1
-        engine.store([1], [1])  # it stays open
-        held.close()
-        assert job.wait(10).error is None
-
-
 def test_the_engines_of_a_device_share_one_deadline(device: kvoffload.Device) -> None:
     engines = [engine_on(device) for _ in range(4)]
     holds = [Held(engine) for engine in engines]
@@ -301,46 +288,7 @@ def test_an_engine_that_closes_takes_no_transfers_while_it_waits_for_the_others(
         engine.store([1], [1])
 
 
-def test_an_engine_that_could_not_close_takes_transfers_again(device: kvoffload.Device) -> None:
-    with engine_on(device) as engine:
-        held = Held(engine)
-        job = engine.store([0], [0], after=held.stream)
-        with pytest.raises(TimeoutError):
-            engine.close(timeout=0.02)
-        second = engine.store([1], [1])
-        held.close()
-        assert (job.wait(10).error, second.wait(10).error) == (None, None)
-
-
 # forgotten
-
-
-def test_forgotten_engines_are_taken_apart_at_the_next_chance_with_a_warning(device: kvoffload.Device) -> None:
-    with leak_check(device):
-        for _ in range(3):
-            engine = engine_on(device)
-            engine.store([0], [0]).wait(10)
-            del engine
-            gc.collect()
-            assert device.simulator.leaks()["registered_ranges"] == 1
-            with warned(ENGINE_WARNING):
-                device.reclaim()
-            assert device.simulator.leaks()["registered_ranges"] == 0
-
-
-def test_an_engine_forgotten_in_flight_lives_until_its_transfers_have_ended(device: kvoffload.Device) -> None:
-    with leak_check(device):
-        engine = engine_on(device)
-        engine.store([0], [0])
-        del engine
-        gc.collect()
-        assert device.simulator.leaks()["registered_ranges"] == 1
-        deadline = time.perf_counter() + 3
-        with warned(ENGINE_WARNING):
-            while device.simulator.leaks()["registered_ranges"]:
-                assert time.perf_counter() < deadline
-                device.reclaim()
-                gc.collect()
 
 
 @pytest.mark.parametrize("chance", ["reclaim", "allocate", "engine", "close"])
@@ -358,13 +306,6 @@ def test_every_implicit_collection_frees_a_forgotten_engine(device: kvoffload.De
         else:
             device.close()
     assert device.simulator.leaks()["registered_ranges"] == 0
-
-
-def test_a_forgotten_buffer_is_freed_without_a_warning(device: kvoffload.Device) -> None:
-    device.allocate(64)
-    gc.collect()
-    device.reclaim()
-    assert device.simulator.leaks()["device_allocations"] == 0
 
 
 def test_what_cannot_be_freed_is_a_warning_and_not_the_callers_error(device: kvoffload.Device) -> None:
@@ -385,19 +326,6 @@ def forget_a_device(simulator: SimulatedDriver, *, in_flight: bool) -> int:
     if not in_flight:
         job.wait(10)
     return address_of(engine.slots)
-
-
-def test_a_forgotten_device_is_freed_when_the_next_one_is_opened(seed: int) -> None:
-    simulator = SimulatedDriver(seed=seed)
-    address = forget_a_device(simulator, in_flight=False)
-    gc.collect()
-    held = left(simulator)
-    assert (held["registered_ranges"], held["primary_retains"]) == (1, 1)
-    with warned(ENGINE_WARNING, DEVICE_WARNING):
-        kvoffload.open_device(backend="simulated").close()
-    assert left(simulator) == {}
-    assert simulator.violations == []
-    assert simulator.memory.at(address) is None
 
 
 def test_a_device_forgotten_with_a_transfer_in_flight_is_freed_after_it_has_ended(seed: int) -> None:

@@ -407,27 +407,6 @@ def test_pitfall_19_a_pool_that_cannot_be_pinned_is_rolled_back(monkeypatch: pyt
     no_leaks(device.simulator)
 
 
-def test_a_progress_callback_that_raises_is_rolled_back() -> None:
-    def stop(_done: int, _total: int) -> None:
-        raise KeyboardInterrupt
-
-    with simulated(1) as device:
-        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-        with pytest.raises(KeyboardInterrupt):
-            OffloadEngine(layout, device=device, num_slots=4, progress=stop)
-        assert device.simulator is not None
-        assert device.simulator.leaks()["registered_ranges"] == 0
-
-
-def test_device_memory_that_runs_out_is_a_capacity_error() -> None:
-    with simulated(1, memory_bytes=1 << 20) as device:
-        with pytest.raises(CapacityError, match="1048576 of 1048576 bytes are free"):
-            device.allocate(1 << 21)
-        buffer = device.allocate(1 << 20)
-        del buffer
-        device.allocate(1 << 20)
-
-
 def test_failed_transfers_do_not_spoil_bytes_of_others() -> None:
     """Random failures among many transfers: whatever is reported as done is right."""
     rng = np.random.default_rng(7)

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from helpers import (
     choose_kernels_too,
     copiers_in,
     cut_segments,
-    in_threads,
     keys,
     leaks_of,
     release,
@@ -436,22 +434,6 @@ def test_closing_waits_for_every_part(device: kvoffload.Device) -> None:
         job.order_before(reader.stream, part=1)
         bench.settle()
         assert reader.value == 103
-
-
-def test_threads_order_their_streams_behind_parts_of_each_other(bench: Rig) -> None:
-    def work(number: int) -> None:
-        readers = [Reader(bench) for _ in range(PARTS)]
-        for turn in range(10):
-            slot, block = (number + turn) % 4 + 4 * number, 4 * number + turn % 4
-            job = load(bench, [slot], [block])
-            for part, reader in enumerate(readers):
-                job.order_before(reader.stream, part=part)
-                reader.read(2 * part + turn % 2, block)
-                bench.synchronize(reader.stream)
-                assert reader.value == 100 + slot
-            job.wait(30)
-
-    in_threads(*(partial(work, number) for number in range(3)))
 
 
 # failures
