@@ -187,18 +187,6 @@ def test_the_default_refuses_no_layout(device: kvoffload.Device) -> None:
         assert engine.plan("store", [0], [0]).copier != "pack"
 
 
-def test_pack_refuses_blocks_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
-    planes = device.allocate_planes(3, block_bytes=64, num_blocks=8)
-    for slot_order in ("plane-major", "block-major"):
-        layout = KVLayout([planes], blocks_per_slot=2, slot_order=slot_order)
-        with OffloadEngine(layout, device=device, num_slots=4, staging_bytes=STAGING) as engine:
-            if slot_order == "block-major":
-                engine.store([0, 1, 2], [0, 1], copier="pack").wait(10)
-                continue
-            with pytest.raises(CapabilityError, match="a block of group 0 is not one range of its slot"):
-                engine.store([0, 1, 2], [0, 1], copier="pack")
-
-
 # names
 
 

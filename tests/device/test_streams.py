@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
-from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS
+from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS, Gate
 from strategies import slab_of
 
 import kvoffload
@@ -23,7 +24,7 @@ from kvoffload.device.streams import (
     refuse_capturing,
     stream_handle,
 )
-from kvoffload.driver import Driver, address_of
+from kvoffload.driver import Driver
 from kvoffload.engine.launcher import stream_with_room
 from kvoffload.testing import scramble
 from kvoffload.tuning import CopierName
@@ -174,28 +175,17 @@ def test_the_stream_for_kernels_is_apart_from_those_for_copies(driver: Driver) -
     lane.close()
 
 
-class Held:
-    """A gate on a stream of the caller's, opened by the host."""
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._device = engine.device
-        self._word = engine.slots[-1, -4:].view(np.uint32)
-        self._word[0] = 0
-        with self._device.current():
-            self.stream = self._device.driver.stream_create(0)
-            self._device.driver.call("cuStreamWaitValue32", self.stream, address_of(self._word), 1, 0)
-
-    def open(self) -> None:
-        self._word[0] = 1
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.open()
-        with self._device.current():
-            self._device.driver.stream_synchronize(self.stream)
-            self._device.driver.stream_destroy(self.stream)
+@contextmanager
+def held_stream(device: kvoffload.Device) -> Iterator[tuple[kvoffload.Stream, Gate]]:
+    """A stream of the caller's that waits until its gate is opened."""
+    with device.stream() as stream:
+        gate = Gate(device)
+        gate.hold(stream.handle)
+        try:
+            yield stream, gate
+        finally:
+            gate.open()
+    gate.close()
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
@@ -207,8 +197,8 @@ def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
     content = scramble(slab_of(planes), 5)
     simulator = device.simulator
     options = {"num_slots": 1025, **COPY_ENGINE_ONLY}
-    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, Held(engine) as held:
-        jobs = [engine.store(range(1024), range(1024), after=held.stream, copier=copier) for _ in range(12)]
+    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, held_stream(device) as (stream, held):
+        jobs = [engine.store(range(1024), range(1024), after=stream, copier=copier) for _ in range(12)]
         statistics = engine.statistics()
         assert (statistics.in_flight, statistics.streams) == (12, ENGINE_STREAMS)
         deepest = max(stream.occupied for stream in simulator.streams.values())
@@ -236,9 +226,9 @@ def test_pitfall_06_a_load_follows_a_store_that_is_held(device: kvoffload.Device
     planes = device.allocate_planes(1, block_bytes=16, num_blocks=2048)
     content = scramble(slab_of(planes), 6)
     options = {"num_slots": 1025, **COPY_ENGINE_ONLY}
-    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, Held(engine) as held:
+    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, held_stream(device) as (stream, held):
         for _ in range(6):
-            engine.store(range(1024), range(1024), after=held.stream, copier="loop")
+            engine.store(range(1024), range(1024), after=stream, copier="loop")
         engine.slots[:1024] = 0
         last = engine.load(range(1024), range(1024, 2048), after=NO_WAIT)
         device.simulator.run_all()

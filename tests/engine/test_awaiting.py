@@ -72,16 +72,6 @@ def test_several_jobs_are_awaited_together(bench: Rig) -> None:
     assert bench.engine.poll() == [], "each was waited for"
 
 
-def test_a_job_that_has_ended_is_awaited_at_once(bench: Rig) -> None:
-    job = bench.engine.store([1], [1])
-    job.wait(10)
-
-    async def main() -> int:
-        return (await job).job_id
-
-    assert asyncio.run(main()) == job.id
-
-
 def test_awaiting_a_job_that_fails_raises_its_error(bench: Rig) -> None:
     bench.device.simulator.faults.fail_call("cuMemcpy3DBatchAsync")
 
@@ -205,10 +195,3 @@ def test_what_is_no_function_is_refused(bench: Rig, callback: object) -> None:
     job = bench.engine.store([1], [1])
     with pytest.raises(TypeError, match=r"callback must be a function of a Job, got "):
         job.add_done_callback(callback)  # type: ignore[arg-type]
-
-
-def test_the_thread_ends_when_nothing_is_awaited(bench: Rig) -> None:
-    called = Called(1)
-    bench.engine.store([1], [1]).add_done_callback(called)
-    called.wait()
-    wait_for_the_thread()

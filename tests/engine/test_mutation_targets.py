@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import Rig, all_are, release, rig, simulated
 from interrupts import interrupt_at, trace_points
+from layerwise import Produced
 from transfers import transfer_of
 
 import kvoffload
@@ -123,14 +124,6 @@ def test_a_transfer_that_shares_nothing_with_a_long_one_is_not_held_back(bench: 
 
 
 # streams that wait for several ----------------------------------------------------------------------------------------
-
-
-class Produced:
-    """An array of another library's, which names the stream that computes it."""
-
-    def __init__(self, stream: int) -> None:
-        shape = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
-        self.__cuda_array_interface__ = shape | {"stream": stream}
 
 
 class Alternation:

@@ -129,18 +129,6 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
     whole(bench.engine)
 
 
-def test_pack_refuses_parts_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
-    with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
-        mixed = [[0, 2], [1, *range(3, PLANES)]]
-        with pytest.raises(ValueError, match=r"copies parts whose .*, and parts\[0\] has .* \[0, 2\]; give"):
-            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=mixed)
-        whole(bench.engine)
-        assert all_are(bench.block(0), 1)
-        for parts in (1, 2, [[2, 1, 0], range(3, PLANES)]):
-            job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=parts)
-            assert job.wait(10).copier == "pack"
-
-
 def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> None:
     with pytest.raises(CapabilityError, match="staging_bytes=0 forbids kernels"):
         load(bench, [0], [0], parts=None, copier="pack")
