@@ -10,13 +10,7 @@ import pytest
 from helpers import LEVELS, STAGING, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
-from kvoffload import (
-    CapabilityError,
-    KVLayout,
-    LayoutError,
-    OffloadEngine,
-    Plane,
-)
+from kvoffload import CapabilityError, KVLayout, LayoutError, OffloadEngine
 from kvoffload.tuning import COPIERS, CopierName
 
 
@@ -36,14 +30,6 @@ def busy(bench: Rig) -> Any:
 
 
 # arguments
-
-
-def test_pitfall_08_planes_that_share_bytes_are_refused() -> None:
-    with simulated(1) as device:
-        address = device.allocate(1 << 16).address
-        planes = [Plane(address + shift, block_bytes=64, num_blocks=8) for shift in (0, 256)]
-        with pytest.raises(LayoutError, match="share bytes"):
-            KVLayout([planes])
 
 
 @pytest.mark.parametrize("copier", COPIERS)

@@ -17,17 +17,7 @@ from seeds import seeds
 from workload import program, several_streams
 
 import kvoffload
-from kvoffload import (
-    NO_WAIT,
-    CapacityError,
-    ClosedError,
-    DriverError,
-    KVLayout,
-    KVOffloadError,
-    OffloadEngine,
-    TransferError,
-)
-from kvoffload.device import pinned as memory
+from kvoffload import NO_WAIT, ClosedError, DriverError, KVLayout, KVOffloadError, OffloadEngine, TransferError
 from kvoffload.tuning import CopierName
 
 PUSH_POP = ("cuCtxPushCurrent", "cuCtxPopCurrent")  # a caller's stack cannot be put right when these lie
@@ -384,27 +374,6 @@ def test_every_call_of_closing_fails_once_and_closing_again_finishes() -> None:
 
 
 # memory
-
-
-def test_pitfall_19_a_pool_that_cannot_be_pinned_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "RANGE_BYTES", 8 * 4096)
-    with simulated(1, pinnable_bytes=40 * 4096) as device:
-        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-        seen: list[int] = []
-        with pytest.raises(CapacityError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-            OffloadEngine(
-                layout,
-                device=device,
-                num_slots=64,
-                progress=lambda done, _: seen.append(done),
-                **COPY_ENGINE_ONLY,
-            )
-        assert len(seen) == 5, "five ranges were pinned before the sixth failed"
-        assert device.simulator is not None
-        assert device.simulator.leaks()["registered_ranges"] == 0
-        with OffloadEngine(layout, device=device, num_slots=40, **COPY_ENGINE_ONLY) as engine:
-            engine.store([1], [39]).wait(10)
-    no_leaks(device.simulator)
 
 
 def test_failed_transfers_do_not_spoil_bytes_of_others() -> None:

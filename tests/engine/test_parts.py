@@ -439,12 +439,10 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return True if value is None else value
 
 
-def there_and_back(
-    bench: Rig, first: int, readers: list[Reader], copier: str | None = None
-) -> tuple[Job | None, Job | None, list[bool]]:
+def there_and_back(bench: Rig, first: int, readers: list[Reader]) -> tuple[Job | None, Job | None, list[bool]]:
     """A store of 4 blocks, a load in parts of them, and what was ordered behind each part of it."""
     stored = attempt(bench.engine.store, range(first, first + 4), range(4), after=readers[0].stream)
-    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream, copier=copier)
+    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream)
     ordered = [False] * PARTS
     if loaded is not None:
         for part, reader in enumerate(readers):
@@ -455,11 +453,11 @@ def there_and_back(
     return stored, loaded, ordered
 
 
-def calls_of_a_clean_run(level: str, copier: str | None) -> list[str]:
+def calls_of_a_clean_run(level: str) -> list[str]:
     with simulated(4, level) as device, rig(device, planes=PLANES, staging_bytes=0) as bench:
         readers = [Reader(bench) for _ in range(PARTS)]
         device.simulator.faults.calls = []
-        stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
+        stored, loaded, ordered = there_and_back(bench, 2, readers)
         names = [name for name, _ in device.simulator.faults.calls]
         assert stored is not None
         assert loaded is not None
@@ -469,13 +467,13 @@ def calls_of_a_clean_run(level: str, copier: str | None) -> list[str]:
     return names
 
 
-def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: bool) -> None:
+def fail_once(level: str, nth: int, name: str, *, after: bool) -> None:
     with simulated(4, level) as device:
         simulator: Any = device.simulator
         with rig(device, planes=PLANES, staging_bytes=0) as bench:
             readers = [Reader(bench) for _ in range(PARTS)]
             simulator.faults.fail_nth(nth, after=after)
-            stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
+            stored, loaded, ordered = there_and_back(bench, 2, readers)
             assert simulator.faults.pending == 0, "the failure happened"
             simulator.faults.clear()
             bench.engine.drain(10)
@@ -487,7 +485,7 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
                 assert {reader.value for reader, each in zip(readers, ordered, strict=True) if each} <= {6}
             if loaded is None:
                 assert blocks_hold(bench, range(12, 16), range(13, 17))
-            stored, loaded, ordered = there_and_back(bench, 7, readers, copier)
+            stored, loaded, ordered = there_and_back(bench, 7, readers)
             assert stored is not None
             assert loaded is not None
             assert (stored.error, loaded.error, ordered) == (None, None, [True] * PARTS)
@@ -501,15 +499,15 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("level", "after", "copier"),
-    [("batch", False, None), ("no-batch", False, None), ("batch", True, None)],
+    ("level", "after"),
+    [("batch", False), ("no-batch", False), ("batch", True)],
     ids=["batch, instead", "no batch, instead", "batch, afterwards"],
 )
 def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
-    monkeypatch: pytest.MonkeyPatch, level: str, after: bool, copier: str | None
+    monkeypatch: pytest.MonkeyPatch, level: str, after: bool
 ) -> None:
     change_streams(monkeypatch)
-    names = calls_of_a_clean_run(level, copier)
+    names = calls_of_a_clean_run(level)
     copy = "cuMemcpy3DBatchAsync" if level == "batch" else "cuMemcpy2DAsync"
     assert {copy, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime"} <= set(names)
     seen: Counter[str] = Counter()
@@ -519,7 +517,7 @@ def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
         if (after and name in PUSH_POP) or (seen[name] > 2 and nth % (20 if polled else 6)):
             continue
         try:
-            fail_once(level, copier, nth, name, after=after)
+            fail_once(level, nth, name, after=after)
         except BaseException as error:
             error.add_note(f"failing call {nth} of {len(names)}, {name}")
             raise
@@ -555,9 +553,8 @@ def test_no_stream_passes_a_part_of_a_load_that_failed(bench: Rig, part: int, ca
     assert [set(bench.slot(slot).tolist()) for slot in range(12, 16)] == [{value} for value in range(108, 112)]
 
 
-@pytest.mark.parametrize("copier", [None])
 @pytest.mark.parametrize("nth", range(1, 60, 3))
-def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: str | None) -> None:
+def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int) -> None:
     device = simulated(6)
     simulator: Any = device.simulator
     with rig(device, planes=PLANES, staging_bytes=0) as bench:
@@ -565,7 +562,7 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: 
         simulator.faults.sticky(at_call=nth)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Reader, "read", lambda *_: None)
-            stored, loaded, _ = there_and_back(bench, 2, readers, copier)
+            stored, loaded, _ = there_and_back(bench, 2, readers)
         bench.engine.drain(10)
         assert all(job is None or job.done for job in (stored, loaded))
         assert bench.engine.statistics().in_flight == 0
@@ -581,13 +578,13 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: 
     assert simulator.violations == []
 
 
-@pytest.mark.parametrize(("copier", "nth"), [("strided", nth) for nth in range(1, PARTS + 1)])
-def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> None:
+@pytest.mark.parametrize("nth", range(1, PARTS + 1))
+def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int) -> None:
     device = simulated(7)
     with rig(device, planes=PLANES, staging_bytes=0) as bench:
         held = bench.stream()
         gate = bench.gate(held)
-        job = load(bench, range(4), range(4), after=held, copier=copier)
+        job = load(bench, range(4), range(4), after=held, copier="strided")
         job.order_before(bench.stream(), part=0)
         device.simulator.faults.fail_operation(nth)
         gate.open()

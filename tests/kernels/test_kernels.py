@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -584,16 +583,6 @@ def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path)
 # what the GPU can do
 
 
-def test_pitfall_34_a_gpu_with_fewer_threads_in_a_block_is_refused_when_the_kernel_is_loaded() -> None:
-    with device_with({THREADS: 128}) as device, device.current():
-        with pytest.raises(
-            CapabilityError, match=r"copy_rows\(.*\) needs 256 threads in a block, and .* launches at most 128"
-        ):
-            load_kernel(device.driver, device.capabilities, COPY_ROWS)
-        assert device.simulator.leaks()["modules"] == 0
-        load_kernel(device.driver, device.capabilities, READ_WORD).close()
-
-
 def test_pitfall_34_a_gpu_with_less_shared_memory_is_refused_when_the_kernel_is_loaded() -> None:
     with device_with({SHARED: 48 << 10}) as device, device.current():
         assert device.capabilities.max_shared_bytes == 49_152
@@ -615,15 +604,6 @@ def test_pitfall_34_the_shared_memory_asked_for_is_what_was_compiled(capabilitie
 
 def _fields(capabilities: Any) -> dict[str, Any]:
     return {name: getattr(capabilities, name) for name in capabilities.__dataclass_fields__}
-
-
-def test_a_gpu_that_is_too_old_is_refused_with_both_numbers() -> None:
-    with device_with({MAJOR: 7}) as device, device.current():
-        reason = "kernels need compute capability >= 8.0, this GPU has 7.0"
-        assert not device.capabilities.kernels
-        assert device.capabilities.missing["kernels"] == why_not(device.capabilities) == reason
-        with pytest.raises(CapabilityError, match=reason):
-            load_kernel(device.driver, device.capabilities, READ_WORD)
 
 
 def test_bindings_without_kernel_calls_are_no_error_until_a_kernel_is_loaded() -> None:
@@ -855,11 +835,3 @@ def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bo
 def test_the_seams_kernel_calls_are_listed_once() -> None:
     assert set(functions.KERNELS) < set(functions.OPTIONAL)
     assert len(set(functions.OPTIONAL)) == len(functions.OPTIONAL)
-
-
-def test_warnings_are_given_once_for_each_cause() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for cause in ("a", "b", "a"):
-            cachefiles.warn_once(f"because of {cause}", cause=cause)
-    assert [str(each.message) for each in caught] == ["because of a", "because of b"]

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import (
-    Rig,
-    all_are,
-    cut_segments,
-    interrupt_call,
-    release,
-    rig,
-    simulated,
-    whole,
-)
+from helpers import Rig, all_are, cut_segments, interrupt_call, release, rig, simulated, whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, place
