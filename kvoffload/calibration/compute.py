@@ -129,7 +129,7 @@ def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
 
 
 def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpec:
-    """The kernel for a product; its parameters are the addresses of left, right and result."""
+    """Return the kernel for a product; its parameters are the addresses of left, right and result."""
     constants = {
         "M": product.rows, "N": product.columns, "K": product.inner,
         "TILE_M": tile.rows, "TILE_N": tile.columns, "TILE_K": tile.inner,

@@ -39,7 +39,7 @@ class TrialSet(NamedTuple):
     trials: Mapping[Direction, list[Trial]]
 
     def shape(self, direction: Direction, blocks: int) -> Shape:
-        """The shape of a transfer of `blocks` blocks, one a slot."""
+        """Return the shape of a transfer of `blocks` blocks, one a slot."""
         copies = blocks * self.planes
         operations = blocks if self.folds else copies
         return Shape(direction, blocks, copies, operations, copies, copies * self.block_bytes)
@@ -78,7 +78,7 @@ class FieldScale(NamedTuple):
     repeats: int = 3
 
     def has(self, trial_set: TrialSet, trial: Trial) -> bool:
-        """Whether a trial of a set is timed in the field."""
+        """Return whether a trial of a set is timed in the field."""
         if trial.copier == "pack":
             return True
         if trial.copier == "strided":
@@ -155,7 +155,7 @@ MINIATURE = Scale(  # for the simulated device
 
 
 def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
-    """For the curves of batch and loop."""
+    """Yield the sets for the curves of batch and loop."""
     if "batch" not in missing:
         for nbytes in scale.copy_bytes:
             yield _flat_set(scale, nbytes, scale.copies, "batch")
@@ -171,7 +171,7 @@ def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], copier: Copier
 
 
 def strided_sets(scale: Scale) -> Iterator[TrialSet]:
-    """For the prices of operations and rows."""
+    """Yield the sets for the prices of operations and rows."""
     for nbytes in scale.row_bytes:
         for height in scale.heights:
             counts = [count for count in scale.operations if count * height * nbytes <= scale.most_bytes]
@@ -185,7 +185,7 @@ def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial])
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
-    """Transfers of other sizes and counts than the costs were fitted to."""
+    """Yield transfers of other sizes and counts than the costs were fitted to."""
     copiers: tuple[CopierName, ...] = ("strided",) if "batch" in missing else ("batch", "strided")
     for nbytes, copier in product(scale.check_bytes, copiers):
         counts = [count for count in scale.check_blocks if count * scale.planes * nbytes <= scale.most_bytes]

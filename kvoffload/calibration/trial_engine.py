@@ -123,7 +123,7 @@ class TrialEngine:
         return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.copier)
 
     def seconds(self, direction: Direction, trial: Trial) -> float:
-        """Seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
+        """Return the seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
         self._memory.flush()
         begin = time.perf_counter()
         job = self.submit(direction, trial)
@@ -139,8 +139,8 @@ class TrialEngine:
         return seconds
 
     def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
-        """Seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would often find the
-        GPU between two kernels.
+        """Return the seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would
+        often find the GPU between two kernels.
         """
         backdrop.top_up()
         begin = time.perf_counter()
@@ -159,7 +159,7 @@ class TrialEngine:
         repeats: Callable[[], int],
         backdrop: Backdrop | None = None,
     ) -> list[Sample]:
-        """The median time of each trial over several rounds, after one round that does not count.
+        """Return the median time of each trial over several rounds, after one round that does not count.
 
         Trials that need more memory than the GPU had to spare are left out.
 

@@ -116,7 +116,7 @@ TABLE_SPEC = KernelSpec(
 
 
 def fragment_shape_of(group: Group) -> FragmentShape:
-    """The longest fragments that leave few threads idle, in the widest words that all addresses allow."""
+    """Return the longest fragments that leave few threads idle, in the widest words that all addresses allow."""
     coding = group.coding
     if coding is not None:
         alignment = math.gcd(16, *(each for plane in group.planes for each in (plane.address, plane.block_stride)))
@@ -134,12 +134,12 @@ def fragment_shape_of(group: Group) -> FragmentShape:
 
 
 def _idle(widths: list[int], fragment_bytes: int) -> float:
-    """The share of the threads that have nothing to copy."""
+    """Return the share of the threads that have nothing to copy."""
     return 1 - sum(widths) / sum(-(-width // fragment_bytes) * fragment_bytes for width in widths)
 
 
 def fragment_table(group: Group, shape: FragmentShape) -> Int64Array:
-    """The fragments of a group's planes: int64, (5, fragments).
+    """Return the fragments of a group's planes: int64, (5, fragments).
 
     Its rows: address in block 0, block stride, offset in the slot, bytes between sub-blocks, number of words.
     """
@@ -239,8 +239,8 @@ class PackKernels:
         )
 
     def write_blocks(self, blocks: BlockPlan) -> Table | None:
-        """A table of these blocks; None while there is no room. Its second row, where each block lies in the ring, is
-        left to the caller.
+        """Return a table of these blocks; None while there is no room. Its second row, where each block lies in the
+        ring, is left to the caller.
         """
         count, coded = len(blocks.blocks), self._groups[blocks.group_index].coded
         table = self.arenas[0 if blocks.direction is STORE else 1].take((3 if coded else 2) * count)
@@ -254,13 +254,13 @@ class PackKernels:
         return table
 
     def planes(self, group_index: int, first: int, stop: int) -> PlaneRange:
-        """The planes `[first, stop)` of a group."""
+        """Return the planes `[first, stop)` of a group."""
         _, starts, offsets, *_ = self._groups[group_index]
         return PlaneRange(starts[first], starts[stop] - starts[first], offsets[first], offsets[stop] - offsets[first])
 
     def launch(self, blocks: BlockPlan, planes: PlaneRange, table: Table, address: int) -> Submit:
-        """The launches that copy their table to this address in device memory, and then move these planes of the blocks
-        in it.
+        """Return the launches that copy their table to this address in device memory, and then move these planes of the
+        blocks in it.
 
         Read over the link by thousands of programs, the table would take too long.
         """

@@ -107,7 +107,7 @@ def choose(question: Question) -> Choice:
 
 
 def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """The shape of the class that this one belongs to, and the ratio of their numbers of blocks.
+    """Return the shape of the class that this one belongs to, and the ratio of their numbers of blocks.
 
     The bytes of a block, the planes, and how many blocks are merged stay nearly the same.
     """
@@ -204,7 +204,7 @@ def two_ways(question: Question, queued: bool) -> tuple[Way, Way] | None:
 
 
 def _carried(copier: CopierName, question: Question) -> tuple[CopierName, Shape]:
-    """The copier and the transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
+    """Return the copier and the transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
     shape, profile = question.shape, question.profile
     if copier != "pack":
         return copier, shape
@@ -214,8 +214,8 @@ def _carried(copier: CopierName, question: Question) -> tuple[CopierName, Shape]
 
 
 def _seconds(copier: CopierName, question: Question, situation: Situation) -> float:
-    """Expected seconds. Both directions at once were not measured with compute. They are taken to stretch a transfer as
-    much as without.
+    """Return the expected seconds. Both directions at once were not measured with compute. They are taken to stretch a
+    transfer as much as without.
     """
     carried = _carried(copier, question)
     profile, parts = question.profile, question.parts

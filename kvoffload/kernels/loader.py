@@ -36,7 +36,7 @@ _FREE_SHARED_BYTES = 48 << 10
 
 
 def why_not(capabilities: Capabilities) -> str | None:
-    """Why a device can launch no kernel; None if no reason is known before one is loaded."""
+    """Return why a device can launch no kernel; None if no reason is known before one is loaded."""
     if not capabilities.kernels:
         return capabilities.missing["kernels"]
     return no_triton() if triton_version() is None else None
@@ -84,7 +84,7 @@ def load_kernel(
 
 
 def machine_code(driver: Driver, capabilities: Capabilities, spec: KernelSpec) -> Compiled:
-    """A kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
+    """Return a kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
     if not driver.simulated:
         return compiled_kernel(spec, capabilities.compute_capability, cuda=capabilities.driver_version[0])
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
@@ -155,7 +155,7 @@ _MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
 def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Compiled:
-    """A kernel from the cache folder, or compiled and then written there.
+    """Return a kernel from the cache folder, or compiled and then written there.
 
     Args:
         spec, compute_capability, cuda: as for `compile_kernel`.
@@ -174,7 +174,7 @@ def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cu
 
 
 def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Path:
-    """The file of a kernel, named after all that the machine code depends on; found without importing Triton."""
+    """Return the file of a kernel, named after all that the machine code depends on; found without importing Triton."""
     version = triton_version()
     if version is None:
         raise CapabilityError(no_triton())
@@ -188,7 +188,7 @@ def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: 
 
 
 def _source(module: str) -> str:
-    """The text of a module that need not be imported for it."""
+    """Return the text of a module that need not be imported for it."""
     found = importlib.util.find_spec(module)
     loader: Any = None if found is None else found.loader
     text = None if loader is None else loader.get_source(module)
@@ -203,7 +203,7 @@ def _pack(compiled: Compiled, path: Path) -> bytes:
 
 
 def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
-    """The kernel that `_pack` wrote for this path; None for any other content."""
+    """Return the kernel that `_pack` wrote for this path; None for any other content."""
     try:
         document = json.loads(content)
         fields = document["kernel"]

@@ -136,7 +136,7 @@ def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str)
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:
-    """True if all planes have the same stride and use different bytes in it. False proves nothing."""
+    """Return True if all planes have the same stride and use different bytes in it. False proves nothing."""
     stride = planes[0].block_stride
     if any(plane.block_stride != stride for plane in planes):
         return False
@@ -146,7 +146,7 @@ def _interleaved(planes: Sequence[Plane]) -> bool:
 
 
 def share_bytes(low: Plane, high: Plane) -> bool:
-    """Whether two planes share a byte, if their ranges overlap and `low` begins first."""
+    """Return whether two planes share a byte, if their ranges overlap and `low` begins first."""
     if low.block_stride != high.block_stride:
         return True
     shift = (high.address - low.address) % low.block_stride

@@ -71,7 +71,7 @@ class BlockPlan:
         return len(self.blocks)
 
     def cut(self, start: int, stop: int) -> BlockPlan:
-        """The plan of blocks `[start, stop)`; it shares memory."""
+        """Return the plan of blocks `[start, stop)`; it shares memory."""
         if start == 0 and stop >= len(self.blocks):
             return self
         cut = slice(start, stop)
@@ -81,7 +81,7 @@ class BlockPlan:
         return BlockPlan(*of, blocks, self.slots[cut], self.slot_address[cut], sub_block, nbytes)
 
     def count(self) -> tuple[int, int]:
-        """How many strided operations `operations` returns, and how many rows these have together."""
+        """Return how many strided operations `operations` returns, and how many rows these have together."""
         operations = rows = 0
         for each in self.group.classes:
             starts = len(self.blocks)
@@ -92,8 +92,8 @@ class BlockPlan:
         return operations, rows
 
     def operations(self) -> TransferPlan:
-        """Strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot merge
-        into wider rows.
+        """Return strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot
+        merge into wider rows.
         """
         classes, single = self.group.classes, self.group.single
         # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
@@ -123,7 +123,7 @@ class BlockPlan:
         return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
-        """The six columns for the folds of one class: fold after fold, each with all blocks in their order."""
+        """Return the six columns for the folds of one class: fold after fold, each with all blocks in their order."""
         blocks, slot_address, sub_block = self.blocks, self.slot_address.view(np.int64), self.sub_block
         width = folds.width_column
         if sub_block is not None:
@@ -144,7 +144,7 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The start and the length of each run of blocks that are adjacent on both sides.
+        """Return the start and the length of each run of blocks that are adjacent on both sides.
 
         Blocks of two slots never merge, even if the slots are full and adjacent: the driver refuses a copy across two
         registered ranges of the pool, and a plan does not know the ranges.
@@ -203,7 +203,7 @@ class TransferPlan:
         return bool(np.logical_and.reduce(self.height == 1))
 
     def cut(self, start: int, stop: int) -> TransferPlan:
-        """The plan of operations `[start, stop)` of one part; it shares memory."""
+        """Return the plan of operations `[start, stop)` of one part; it shares memory."""
         if start == 0 and stop >= len(self.device_address):
             return self
         cut = slice(start, stop)
@@ -211,7 +211,7 @@ class TransferPlan:
         return TransferPlan(self.direction, *(column if len(column) == 1 else column[cut] for column in columns))
 
     def flat(self) -> TransferPlan:
-        """The same bytes with one row per operation."""
+        """Return the same bytes with one row per operation."""
         # 1. Every operation is one row already. The first test is true for most transfers, and costs no call.
         if self.height is _ONE or self.is_flat:
             return self
@@ -241,7 +241,7 @@ class TransferPlan:
 
 
 def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """The operations of several plans in a row. All have one part and the same direction."""
+    """Return the operations of several plans in a row. All have one part and the same direction."""
     sizes = [len(plan) for plan in plans]
 
     def column(name: str) -> UInt64Array:
@@ -261,7 +261,7 @@ def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
 def addresses_of_slots(
     layout: KVLayout, pool_address: int, num_slots: int, slot_stride: int | None = None
 ) -> UInt64Array:
-    """Host addresses of the slots, uint64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
+    """Return the host addresses of the slots, uint64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
 
     Args:
         slot_stride: bytes from slot to slot; None: `slot_bytes`.
