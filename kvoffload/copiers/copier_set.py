@@ -36,7 +36,7 @@ from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
 def why_not(capabilities: Capabilities, staging_bytes: int = STAGING_BYTES) -> dict[str, str | None]:
-    """Return, for every copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
+    """Return, for each copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
     return {
         "strided": None,
         "pack": kernels.why_not(capabilities) if staging_bytes else "staging_bytes=0 forbids kernels",

@@ -192,7 +192,7 @@ class StagingRing:
         self._left.clear()
 
     def restore(self, used: Mapping[Place, list[Half]]) -> None:
-        """Restore the places in use after an interrupt: exactly its own in `used`, by these segments; the oldest first."""
+        """Restore the places in use after an interrupt: its own in `used`, by these segments; the oldest first."""
         self._places = deque(place for place in used if place.ring is self)
         self._left.clear()
         for place in self._places:

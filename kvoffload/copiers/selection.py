@@ -204,7 +204,7 @@ def two_ways(question: Question, queued: bool) -> tuple[Way, Way] | None:
 
 
 def _carried(copier: CopierName, question: Question) -> tuple[CopierName, Shape]:
-    """Return the copier and the transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
+    """Return the copier and transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
     shape, profile = question.shape, question.profile
     if copier != "pack":
         return copier, shape

@@ -162,7 +162,7 @@ class AllocationFinder:
 
 
 def is_mapped_on(driver: Driver, address: int, device: int) -> bool:
-    """Return whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current."""
+    """Return whether cuMemMap mapped `address`, virtual memory, to memory of that GPU; a context must be current."""
     return _ask(pointers.mapped_memory_device, driver, address) == device
 
 

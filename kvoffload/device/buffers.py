@@ -210,7 +210,7 @@ class DeviceArray:
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """Return the array's address, shape, strides in bytes, and itemsize. Raises ClosedError if the memory is freed."""
+        """Return the array's address, shape, strides in bytes and itemsize; ClosedError if the memory is freed."""
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)

@@ -219,7 +219,7 @@ class Driver:
         self.call("cuMemHostUnregister", address)
 
     def host_device_address(self, address: int) -> int:
-        """Return the address that a kernel uses for pinned host memory; registered memory may have another one there."""
+        """Return the address that a kernel uses for pinned host memory; that of registered memory may differ."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # kernels ------------------------------------------------------------------------------------------------------

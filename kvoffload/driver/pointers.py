@@ -15,7 +15,7 @@ _DEVICE_LOCATION = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 
 
 def pointer_context(driver: Driver, address: int) -> int:
-    """Return the context that `address` was allocated in; 0 for memory of asynchronous pools and mapped virtual memory."""
+    """Return the context that `address` was allocated in; 0 for memory of asynchronous pools and for mapped memory."""
     return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_CONTEXT", address))
 
 

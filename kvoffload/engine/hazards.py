@@ -45,12 +45,12 @@ class HazardTable:
                 self._divisors[index] = 1 if fine else layout.groups[index].num_blocks
 
     def sharing_memory(self, groups: Iterable[int]) -> list[frozenset[int]]:
-        """Return the sets of groups that share memory, as far as they contain one of `groups`. A group alone is a set."""
+        """Return the sets of groups that share memory, if they contain one of `groups`. A group alone is a set."""
         wanted = set(groups)
         return [members for members in self._clusters if members & wanted]
 
     def alike(self, group: int) -> bool:
-        """Return whether all groups that share memory with this one have the same planes, so equal ids are equal bytes."""
+        """Return whether all groups that share memory with this one have its planes, so equal ids are equal bytes."""
         return group in self._alike
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:

@@ -319,7 +319,7 @@ class Launcher:
 
 
 def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
-    """Return the stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
+    """Return the stream for the lane's next work; None if the driver's queue has no room for so many places."""
     streams, limit = lane.streams, QUEUE_LIMIT - places
     if kernel:
         return streams[KERNEL_STREAM] if streams[KERNEL_STREAM].places <= limit else None

@@ -545,7 +545,7 @@ class Shard:
                 in_flight.consistent = True
 
     def wait_stream(self) -> int:
-        """Return the handle of the export stream. Importers of device memory wait for it; it waits for transfers only."""
+        """Return the handle of the export stream. Importers of device memory wait for it, and it for transfers only."""
         with self.device.current():
             return self.parts.wait_streams.exported()
 

@@ -142,7 +142,7 @@ def triton_version() -> str | None:
 
 
 def require_triton() -> Any:
-    """Return Triton, imported; CapabilityError if that fails. Before 3.3 its interpreter gave wrong results: refused."""
+    """Import Triton; CapabilityError if that fails. Before 3.3 its interpreter gave wrong results: refused."""
     try:
         import triton
     except Exception as error:  # a Triton for another Python or machine raises more than ImportError

@@ -84,7 +84,7 @@ def load_kernel(
 
 
 def machine_code(driver: Driver, capabilities: Capabilities, spec: KernelSpec) -> Compiled:
-    """Return a kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
+    """Return a kernel as this driver loads it: for the simulated one its name, since Triton's interpreter runs it."""
     if not driver.simulated:
         return compiled_kernel(spec, capabilities.compute_capability, cuda=capabilities.driver_version[0])
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack

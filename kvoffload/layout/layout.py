@@ -278,7 +278,7 @@ class KVLayout(HtmlRepresentation):
         )
 
     def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
-        """Return a layout of the same planes whose slots are coded so; see `KVLayout`. Raises LayoutError as that does."""
+        """Return a layout of the same planes with slots coded so; see `KVLayout`. Raises LayoutError as that does."""
         return KVLayout(
             [group.planes for group in self.groups],
             blocks_per_slot=self.blocks_per_slot,

@@ -63,7 +63,7 @@ def short(value: float) -> float:
 
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
-    """Return the costs that `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
+    """Return what `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
     flat = {}
     for name, measured in fields["flat"].items():
         curves = []
