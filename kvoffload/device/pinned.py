@@ -449,7 +449,7 @@ class CallerMemory(RegisteredMemory):
             return 0
 
     def release(self) -> None:
-        """Do as `RegisteredMemory.release`; then drop the reference to the caller's memory."""
+        """Release as `RegisteredMemory.release` does; then drop the reference to the caller's memory."""
         super().release()
         self.array = np.empty((0, self.array.shape[1]), dtype=np.uint8)
 

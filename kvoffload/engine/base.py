@@ -224,8 +224,8 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """Do as `store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for
-        loads. ValueError for another direction.
+        """Submit as `store` or `load` does, by `direction`. Arguments and errors as there; `parts` and `urgent=True`
+        are for loads. ValueError for another direction.
         """
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
@@ -281,7 +281,7 @@ class Engine(Generic[_After, _Plan]):
     def submit_locked(
         self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
     ) -> Job:
-        """Do as `submit`, for the owner of the slots, see `guard_slots`, which calls it with the lock held.
+        """Submit as `submit` does, for the owner of the slots, see `guard_slots`, which calls it with the lock held.
 
         Nothing asks the owner whether a store may write its slots, and neither blocks nor slots are copied.
 

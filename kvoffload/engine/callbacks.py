@@ -37,7 +37,7 @@ class Waitable(Generic[_R]):
         raise NotImplementedError
 
     def result(self) -> _R:
-        """Do as `wait()` without a timeout."""
+        """Wait as `wait()` does, without a timeout."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:

@@ -79,7 +79,7 @@ class HazardTable:
     def record_ahead(
         self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int
     ) -> None:
-        """Do as `record`, for a transfer that is not the latest: entries of later ones stay."""
+        """Record as `record` does, for a transfer that is not the latest: entries of later ones stay."""
         latest, divisor = self._stores if direction is STORE else self._loads, self._divisors[group]
         indices = blocks if divisor == 1 else blocks // divisor
         for entries, ids in ((latest.on_slots, slots), (latest.on_blocks[group], indices)):

@@ -370,7 +370,7 @@ class Shard:
     # streams and arrays that a transfer follows -------------------------------------------------------------------
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Do as `WaitStreams.follow`. The context must be current. Do not hold the lock: arrays run their own code."""
+        """Follow as `WaitStreams.follow` does. The context must be current. Without the lock: arrays run their code."""
         token = object()
         try:
             with self.lock:
@@ -381,13 +381,13 @@ class Shard:
             self._following.discard(token)
 
     def resolve(self, after: After) -> Followed:
-        """Do as `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
+        """Resolve as `Engine.resolve` does. Asks arrays for their producers, so do not hold the lock."""
         sources = sources_of(after, self.layout)
         self.device.check_process()
         return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
 
     def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
-        """Do as `follow`, with the device's context made current if there are arrays."""
+        """Follow as `follow` does, with the device's context made current if there are arrays."""
         if not arrays:
             return Followed(sources)
         try:
