@@ -6,13 +6,12 @@ import gc
 import os
 import pickle
 import sys
-import threading
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
+from helpers import in_threads
 from strategies import engine_on
 
 import kvoffload
@@ -33,24 +32,6 @@ def new_context(simulator: SimulatedDriver, device: int = 0) -> int:
     if simulator.bindings_version < (13, 0):
         return int(simulator.cuCtxCreate(0, device)[1])
     return int(simulator.cuCtxCreate(None, 0, device)[1])
-
-
-def in_thread(action: Callable[[], object]) -> None:
-    """Run `action` in a thread that has no context, and pass its exception on."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 # opening
@@ -259,7 +240,7 @@ def test_pitfall_36_every_call_works_from_a_thread_without_a_context(any_device:
         assert any_device.simulator.context_stack == []
 
     with leak_check(any_device):
-        in_thread(life)
+        in_threads(life)  # a thread has no context
 
 
 def test_pitfall_36_the_callers_other_context_is_current_again_after_every_call() -> None:
@@ -328,7 +309,7 @@ def test_making_the_context_current_costs_few_python_calls(device: kvoffload.Dev
             sys.setprofile(None)
 
     if pushed:
-        in_thread(enter)
+        in_threads(enter)
     else:
         with device.current():
             enter()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
-from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS, Gate
+from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS, held_stream
 from strategies import slab_of
 
 import kvoffload
@@ -173,19 +172,6 @@ def test_the_stream_for_kernels_is_apart_from_those_for_copies(driver: Driver) -
     assert take(lane, 1, kernel=True) is kernels
     assert take(lane, 500) is None, "room there is none for copies"
     lane.close()
-
-
-@contextmanager
-def held_stream(device: kvoffload.Device) -> Iterator[tuple[kvoffload.Stream, Gate]]:
-    """A stream of the caller's that waits until its gate is opened."""
-    with device.stream() as stream:
-        gate = Gate(device)
-        gate.hold(stream.handle)
-        try:
-            yield stream, gate
-        finally:
-            gate.open()
-    gate.close()
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])

@@ -6,13 +6,13 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
+from helpers import held_stream, in_threads
 from strategies import engine_on
 
 import kvoffload
@@ -41,48 +41,6 @@ def warned(*expected: str) -> Iterator[None]:
 def left(simulator: SimulatedDriver) -> dict[str, int]:
     """What is alive on a simulated driver, without the zeros."""
     return {kind: count for kind, count in simulator.leaks().items() if count}
-
-
-def in_threads(actions: list[Callable[[], object]]) -> list[BaseException]:
-    """Run all at once; the exceptions."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(actions))
-
-    def run(action: Callable[[], object]) -> None:
-        try:
-            start.wait(10)
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
-
-
-class Held:
-    """A stream of the caller's that waits until it is let go: what follows it stays in flight."""
-
-    def __init__(self, engine: OffloadEngine) -> None:
-        self.word = engine.slots[-1, -4:].view(np.uint32)
-        self.word[0] = 0
-        self._device = engine.device
-        with self._device.current():
-            self.stream = self._device.driver.stream_create(0)
-            self._device.driver.call("cuStreamWaitValue32", self.stream, address_of(self.word), 1, 0)
-
-    def let_go(self) -> None:
-        self.word[0] = 1
-
-    def close(self) -> None:
-        self.let_go()
-        with self._device.current():
-            self._device.driver.stream_synchronize(self.stream)
-            self._device.driver.stream_destroy(self.stream)
 
 
 # order
@@ -142,18 +100,18 @@ def test_an_error_inside_with_still_closes(seed: int) -> None:
 
 def test_the_engines_of_a_device_share_one_deadline(device: kvoffload.Device) -> None:
     engines = [engine_on(device) for _ in range(4)]
-    holds = [Held(engine) for engine in engines]
-    for engine, held in zip(engines, holds, strict=True):
-        engine.store([0], [0], after=held.stream)
-    timers = [threading.Timer(0.15 * (index + 1), held.let_go) for index, held in enumerate(holds)]
-    for timer in timers:
-        timer.start()  # each engine alone would be in time
-    with pytest.raises(TimeoutError):
-        device.close(timeout=0.3)
-    for timer in timers:
-        timer.join()
-    for held in holds:
-        held.close()
+    with ExitStack() as held:
+        timers = []
+        for number, engine in enumerate(engines, 1):
+            stream, gate = held.enter_context(held_stream(device))
+            engine.store([0], [0], after=stream)
+            timers.append(threading.Timer(0.15 * number, gate.open))
+        for timer in timers:
+            timer.start()  # each engine alone would be in time
+        with pytest.raises(TimeoutError):
+            device.close(timeout=0.3)
+        for timer in timers:
+            timer.join()
 
 
 def test_a_close_takes_only_what_the_other_engines_have_left_of_the_time(
@@ -187,7 +145,7 @@ def test_two_threads_that_close_one_device_release_its_context_once(seed: int) -
         engine.store([0], [0])
         simulator.faults.delay("cuDevicePrimaryCtxRelease", 0.002)
         before = simulator.call_count["cuDevicePrimaryCtxRelease"]
-        assert in_threads([device.close] * 3) == []
+        in_threads(*[device.close] * 3)
         assert simulator.call_count["cuDevicePrimaryCtxRelease"] == before + 1
         assert left(simulator) == {"primary_retains": 1}
     check_clean_close(other)
@@ -209,8 +167,8 @@ def test_an_allocation_that_races_a_close_leaves_nothing_behind(seed: int, slow:
             time.sleep(pause)
             device.close()
 
-        (error,) = in_threads([allocate, close])
-        assert isinstance(error, ClosedError)
+        with pytest.raises(ClosedError):
+            in_threads(allocate, close)
         assert left(device.simulator) == {}
         assert device.simulator.violations == []
 
@@ -230,8 +188,8 @@ def test_an_engine_made_while_its_device_closes_is_closed_or_refused(seed: int) 
             time.sleep(pause)
             device.close()
 
-        (error,) = in_threads([make, close])
-        assert isinstance(error, ClosedError)
+        with pytest.raises(ClosedError):
+            in_threads(make, close)
         assert left(device.simulator) == {}
         with pytest.raises(ClosedError):
             OffloadEngine(layout, device=device, num_slots=2)
@@ -256,9 +214,8 @@ def test_an_engine_closes_while_another_thread_keeps_submitting(seed: int) -> No
             time.sleep(0.001)
         engine.close(timeout=20)
 
-    (error,) = in_threads([submit, close])
-    assert isinstance(error, ClosedError)
-    assert str(error).partition(":")[0] in ("the engine is being closed", "the engine is closed")
+    with pytest.raises(ClosedError, match=r"^the engine is (being )?closed(:|$)"):
+        in_threads(submit, close)
     assert all(job.done and job.error is None for job in submitted)
     assert left(device.simulator) == {"device_allocations": 1, "primary_retains": 1}
     check_clean_close(device)
@@ -266,23 +223,20 @@ def test_an_engine_closes_while_another_thread_keeps_submitting(seed: int) -> No
 
 def test_an_engine_that_closes_takes_no_transfers_while_it_waits_for_the_others(device: kvoffload.Device) -> None:
     engine = engine_on(device)
-    held = Held(engine)
-    job = engine.store([0], [0], after=held.stream)
     closing = threading.Thread(target=engine.close)
-    closing.start()
 
     def submit() -> None:
         deadline = time.perf_counter() + 5
         while time.perf_counter() < deadline:
             engine.store([1], [1])
 
-    try:
+    with held_stream(device) as (stream, _):
+        job = engine.store([0], [0], after=stream)
+        closing.start()
         with pytest.raises(ClosedError, match="the engine is being closed"):
             submit()
         assert closing.is_alive()
-    finally:
-        held.close()
-        closing.join(20)
+    closing.join(20)
     assert job.done
     with pytest.raises(ClosedError, match="the engine is closed"):
         engine.store([1], [1])

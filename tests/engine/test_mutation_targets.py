@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Rig, all_are, release, rig, simulated
+from helpers import Rig, all_are, in_threads, release, rig, simulated
 from interrupts import interrupt_at, trace_points
 from layerwise import Produced
 from transfers import transfer_of
@@ -169,11 +168,7 @@ def test_two_threads_that_follow_several_streams_each_wait_for_their_own(
             time.sleep(0.0005)
         jobs["load"] = engine.load([20], [20], after=[behind[free], behind[free]])
 
-    threads = [threading.Thread(target=work) for work in (store, load)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(store, load)
     monkeypatch.undo()
     release(bench, jobs["store"])
     assert jobs["load"].done

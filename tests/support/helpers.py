@@ -105,6 +105,19 @@ class Gate:
                 self._memory.release()
 
 
+@contextmanager
+def held_stream(device: kvoffload.Device) -> Iterator[tuple[kvoffload.Stream, Gate]]:
+    """A stream of the caller's that waits until its gate is opened."""
+    with device.stream() as stream:
+        gate = Gate(device)
+        gate.hold(stream.handle)
+        try:
+            yield stream, gate
+        finally:
+            gate.open()
+    gate.close()
+
+
 @dataclass
 class Rig:
     """A device, an engine over `slab`, and what a caller's program would own."""
