@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers import Rig, rig
+from helpers import Rig, settled
 
 import kvoffload
 from kvoffload import NO_WAIT, Job, TransferError
@@ -16,11 +16,7 @@ from kvoffload import NO_WAIT, Job, TransferError
 
 @pytest.fixture
 def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
+    yield from settled(device)
 
 
 class Called:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import STAGING, Rig, all_are, rig, simulated
+from helpers import STAGING, Rig, all_are, settled, simulated
 
 from kvoffload import NO_WAIT, CapacityError
 from kvoffload.engine import launcher
@@ -21,14 +21,8 @@ BLOCKS = 500
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Block `b` is filled with `(b + 1) % 256`, slot `s` with `(100 + s) % 256`; one program of a kernel."""
     monkeypatch.setattr(launcher, "QUEUE_LIMIT", QUEUE_PLACES)
-    with (
-        simulated(1) as device,
-        rig(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, staging_bytes=STAGING) as made,
-    ):
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(60)
+    with simulated(1) as device:
+        yield from settled(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, staging_bytes=STAGING)
 
 
 def _wrong_slots(bench: Rig, count: int) -> list[int]:

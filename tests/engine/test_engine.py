@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEVELS, STAGING, Rig, number_blocks, rig, simulated, whole
+from helpers import LEVELS, STAGING, Rig, number_blocks, rig, settled, simulated
 
 import kvoffload
 from kvoffload import CapabilityError, KVLayout, LayoutError, OffloadEngine
@@ -16,10 +16,8 @@ from kvoffload.tuning import COPIERS, CopierName
 
 @pytest.fixture(params=LEVELS)
 def bench(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    with simulated(11, request.param) as device, rig(device) as made:
-        yield made
-        made.engine.drain(10)
-        whole(made.engine)
+    with simulated(11, request.param) as device:
+        yield from settled(device)
 
 
 def busy(bench: Rig) -> Any:

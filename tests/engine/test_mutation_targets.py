@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Rig, all_are, in_threads, release, rig, simulated
+from helpers import Rig, all_are, in_threads, release, rig, settled, simulated
 from interrupts import interrupt_at, trace_points
 from layerwise import Produced
 from transfers import transfer_of
@@ -21,11 +21,8 @@ BLOCKS = 8
 
 @pytest.fixture
 def bench() -> Iterator[Rig]:
-    with simulated(3) as device, rig(device, num_blocks=32, num_slots=32) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
+    with simulated(3) as device:
+        yield from settled(device, num_blocks=32, num_slots=32)
 
 
 # what is exported to other libraries ----------------------------------------------------------------------------------

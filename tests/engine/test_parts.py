@@ -25,6 +25,7 @@ from helpers import (
     leaks_of,
     release,
     rig,
+    settled,
     simulated,
     whole,
 )
@@ -63,12 +64,7 @@ NUM_SLOTS = 6
 
 @pytest.fixture
 def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device, planes=PLANES) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
+    yield from settled(device, planes=PLANES)
 
 
 # what parts are

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import Rig, rig
+from helpers import Rig, settled
 
 import kvoffload
 from kvoffload import CapacityError, KVLayout, OffloadEngine
@@ -14,8 +14,7 @@ from kvoffload import CapacityError, KVLayout, OffloadEngine
 
 @pytest.fixture
 def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device) as made:
-        yield made
+    yield from settled(device)
 
 
 class Malformed:

@@ -226,6 +226,18 @@ def rig(
         every.close()
 
 
+def settled(device: kvoffload.Device, **options: Any) -> Iterator[Rig]:
+    """A rig, for a fixture: at the end its gates are opened, it is drained, and its engine is checked."""
+    with rig(device, **options) as made:
+        if not device.simulated:
+            warm_up(made)
+        yield made
+        for gate in made.gates:  # one that a failed test left closed
+            gate.open()
+        made.engine.drain(30)
+        whole(made.engine)
+
+
 def choose_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines choose kernels as on a GPU. Else the simulated device runs only those that are asked for."""
     opened = CopierSet.open
