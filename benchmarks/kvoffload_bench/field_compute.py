@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from math import inf
 from typing import NamedTuple
 
-from kvoffload.calibration.compute import MATMUL, SMALL, Computation, Product, ProductTile
+from kvoffload.calibration.compute import LARGE, SMALL, Computation, Product, ProductTile
 from kvoffload_bench.harness import Lab
 
 _CHUNK_SECONDS = 180e-6
@@ -49,8 +49,8 @@ _TEXTS = {
     Situation.DECODE: "concurrent with a decode-like loop",
 }
 PRODUCTS = {
-    Situation.LARGE: Product("large products", 8192, 8192, 8192, MATMUL.tiles),
-    Situation.SMALL: Product("small products", 2048, 2048, 2048, MATMUL.tiles),
+    Situation.LARGE: Product("large products", 8192, 8192, 8192, LARGE.tiles),
+    Situation.SMALL: Product("small products", 2048, 2048, 2048, LARGE.tiles),
     Situation.DECODE: Product(  # reads 128 MiB of weights, more than the GPU's cache holds
         "decode-like loop", 64, 8192, 8192, (ProductTile(64, 64, 128, 4, 4), ProductTile(64, 64, 64, 3, 4))
     ),

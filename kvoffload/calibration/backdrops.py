@@ -66,7 +66,7 @@ class Backdrop:
 
 @contextmanager
 def products(device: Device, product: Product) -> Iterator[Backdrop]:
-    """Products of matrices, one after the other without a pause.
+    """Keep the GPU busy with products of matrices, one after the other without a pause.
 
     Raises:
         CapabilityError: no kernel can be loaded here; the message says why.
@@ -81,15 +81,14 @@ def products(device: Device, product: Product) -> Iterator[Backdrop]:
 
 @contextmanager
 def opposite_copies(device: Device, direction: Direction, nbytes: int) -> Iterator[Backdrop]:
-    """Contiguous copies of `nbytes` against the direction of the transfers, one after the other without a pause."""
+    """Keep copies of `nbytes` going against the direction of the transfers, one after the other without a pause."""
     driver = device.driver
     with ExitStack() as undo:
         buffer = undo.enter_context(device.allocate(nbytes))
         with device.current():
             pinned = PinnedMemory(driver, nbytes)
             undo.callback(in_context, device, pinned.release)
-            stream = driver.stream_create(0)
-            undo.callback(in_context, device, partial(driver.stream_destroy, stream))
+        stream = undo.enter_context(device.stream()).handle
         target, source = buffer.address, pinned.address
         if direction is Direction.LOAD:
             target, source = source, target

@@ -1,11 +1,10 @@
-"""Computations to time concurrent with transfers: a large product of matrices, and a skinny one as in decoding."""
+"""Products of matrices to time transfers beside: large ones, and small ones as in decoding."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -43,17 +42,9 @@ class Product(NamedTuple):
     tiles: tuple[ProductTile, ...]
 
 
-MATMUL = Product(
-    "matrix product",
-    4096,
-    4096,
-    4096,
-    (ProductTile(128, 256, 64, 4, 8), ProductTile(128, 256, 64, 3, 8), ProductTile(128, 128, 32, 3, 8)),
-)
-_LARGE_TILES = MATMUL.tiles
-LARGE = Product("large product", 8192, 8192, 8192, _LARGE_TILES)
-MEDIUM = Product("small product", 2048, 2048, 2048, _LARGE_TILES)
-SKINNY = Product("skinny product", 64, 28672, 8192, (ProductTile(64, 128, 64, 4, 4), ProductTile(64, 128, 64, 3, 4)))
+_TILES = (ProductTile(128, 256, 64, 4, 8), ProductTile(128, 256, 64, 3, 8), ProductTile(128, 128, 32, 3, 8))
+LARGE = Product("large product", 8192, 8192, 8192, _TILES)
+MEDIUM = Product("small product", 2048, 2048, 2048, _TILES)
 SMALL = Product("small product", 16, 32, 16, (ProductTile(16, 32, 16, 2, 4),))  # where it is interpreted: one program
 
 
@@ -71,21 +62,20 @@ class Computation:
         CapacityError: GPU memory is short.
     """
 
-    def __init__(self, device: Device, product: Product, *, seed: int = 0, priority: int = 0) -> None:
+    def __init__(self, device: Device, product: Product) -> None:
         self.product = product
         self._device, self._driver = device, device.driver
         with ExitStack() as undo:
             with device.current():
                 self._kernel, tile = _load(device, product)
                 undo.callback(in_context, device, self._kernel.close)
-                self.stream = self._driver.stream_create(priority)
-                undo.callback(in_context, device, partial(self._driver.stream_destroy, self.stream))
+            self.stream = undo.enter_context(device.stream()).handle
             rows, columns, inner = product.rows, product.columns, product.inner
             self.left, self.right, self.result = (
                 undo.enter_context(device.allocate(2 * count))
                 for count in (rows * inner, inner * columns, rows * columns)
             )
-            random = np.random.default_rng(seed)
+            random = np.random.default_rng(0)
             # Normally distributed elements, repeated every 32 MiB: with zeros the GPU would clock higher.
             for buffer in (self.left, self.right):
                 values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
@@ -102,12 +92,11 @@ class Computation:
         for _ in range(count):
             self._kernel.launch(self.stream, self._grid, self._arguments)
 
-    def seconds_each(self, count: int, meanwhile: Callable[[], object] | None = None) -> list[float]:
+    def seconds_each(self, count: int) -> list[float]:
         """Compute the product `count` times in a row. Returns the seconds of each on the GPU's clock.
 
         Args:
             count: at most 256: a stream's queue holds no more than about 1000 operations.
-            meanwhile: called repeatedly until the last product has ended, at least once; to queue transfers.
         """
         with self._device.current(), ExitStack() as undo:
             events = []
@@ -118,26 +107,14 @@ class Computation:
             for event in events[1:]:
                 self.queue(1)
                 self._driver.event_record(event, self.stream)
-            while True:
-                if meanwhile is not None:
-                    meanwhile()
-                if self._driver.event_query(events[-1]):
-                    break
+            self._driver.stream_synchronize(self.stream)
             return [self._driver.event_seconds(*pair) for pair in itertools.pairwise(events)]
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.product.rows * self.product.columns * self.product.inner
-
-    def close(self) -> None:
-        """Free the matrices; no queued product may be unfinished. Idempotent."""
-        self._undo.close()
 
     def __enter__(self) -> Computation:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._undo.close()
 
 
 def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
@@ -152,7 +129,7 @@ def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
 
 
 def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpec:
-    """The kernel for a product; its parameters are the addresses of left, right and result."""
+    """Return the kernel for a product; its parameters are the addresses of left, right and result."""
     constants = {
         "M": product.rows, "N": product.columns, "K": product.inner,
         "TILE_M": tile.rows, "TILE_N": tile.columns, "TILE_K": tile.inner,

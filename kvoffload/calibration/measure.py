@@ -147,7 +147,7 @@ class _Tuner:
         return {situation: {direction: [] for direction in Direction} for situation in situations}
 
     def _time_codec(self) -> dict[Situation, dict[Direction, float]]:
-        """As `Profile.codec`."""
+        """Time the same transfers with and without a codec, and return what `Profile.codec` has."""
         missing = self._missing
         if "concurrent compute" in missing:  # no kernel can run here
             missing["codec"] = missing["concurrent compute"]

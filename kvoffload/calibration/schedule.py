@@ -39,7 +39,7 @@ class TrialSet(NamedTuple):
     trials: Mapping[Direction, list[Trial]]
 
     def shape(self, direction: Direction, blocks: int) -> Shape:
-        """The shape of a transfer of `blocks` blocks, one a slot."""
+        """Return the shape of a transfer of `blocks` blocks, one a slot."""
         copies = blocks * self.planes
         operations = blocks if self.folds else copies
         return Shape(direction, blocks, copies, operations, copies, copies * self.block_bytes)
@@ -49,8 +49,16 @@ class TrialSet(NamedTuple):
         return max((trial.blocks for trials in self.trials.values() for trial in trials), default=1)
 
 
+_KIB = 1 << 10
+_MIB = 1 << 20
+
+
+def _kib(*sizes: int) -> tuple[int, ...]:
+    return tuple(size * _KIB for size in sizes)
+
+
 class FieldScale(NamedTuple):
-    """Which of the transfers are timed in the field.
+    """Which of the transfers are timed in the field. The defaults are for a GPU.
 
     Attributes:
         copy_bytes, copies: of batch and loop.
@@ -60,17 +68,17 @@ class FieldScale(NamedTuple):
         repeats: rounds.
     """
 
-    copy_bytes: tuple[int, ...]
-    copies: tuple[int, ...]
-    row_bytes: tuple[int, ...]
-    operations: tuple[int, ...]
-    large: Product
-    small: Product
-    opposite_bytes: int
-    repeats: int
+    copy_bytes: tuple[int, ...] = _kib(4, 16, 64, 256, 1024)
+    copies: tuple[int, ...] = (64, 128, 1024, 4096, 16384)
+    row_bytes: tuple[int, ...] = _kib(4, 8, 16, 24, 32, 64, 1024)
+    operations: tuple[int, ...] = (1, 8, 64)
+    large: Product = LARGE
+    small: Product = MEDIUM
+    opposite_bytes: int = 32 * _MIB
+    repeats: int = 3
 
     def has(self, trial_set: TrialSet, trial: Trial) -> bool:
-        """Whether a trial of a set is timed in the field."""
+        """Return whether a trial of a set is timed in the field."""
         if trial.copier == "pack":
             return True
         if trial.copier == "strided":
@@ -82,7 +90,7 @@ class FieldScale(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How much is measured.
+    """How much is measured. The defaults are for a GPU.
 
     Attributes:
         planes: of most sets.
@@ -102,52 +110,32 @@ class Scale(NamedTuple):
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine gets a profile, too.
     """
 
-    planes: int
-    scattered_bytes: int
-    pitch: int
-    most_bytes: int
-    link_bytes: int
-    copy_bytes: tuple[int, ...]
-    copies: tuple[int, ...]
-    few_bytes: tuple[int, ...]
-    few: tuple[int, ...]
-    loop_bytes: tuple[int, ...]
-    loop_copies: tuple[int, ...]
-    row_bytes: tuple[int, ...]
-    heights: tuple[int, ...]
-    operations: tuple[int, ...]
-    wide_bytes: tuple[int, ...]
-    wide_operations: tuple[int, ...]
-    check_bytes: tuple[int, ...]
-    check_blocks: tuple[int, ...]
-    packed: tuple[int, int]
-    field: FieldScale
-    repeats: int
-    hurried: int
-    seconds: float
+    planes: int = 64
+    scattered_bytes: int = 32 * _MIB
+    pitch: int = 33 * _MIB + 256 * _KIB
+    most_bytes: int = 128 * _MIB
+    link_bytes: int = 64 * _MIB
+    copy_bytes: tuple[int, ...] = _kib(1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)
+    copies: tuple[int, ...] = (64, 128, 256, 512, 1024, 4096, 16384)
+    few_bytes: tuple[int, ...] = _kib(64, 256, 1024)
+    few: tuple[int, ...] = (1, 8, 32)
+    loop_bytes: tuple[int, ...] = _kib(4, 64, 1024)
+    loop_copies: tuple[int, ...] = (64, 512)
+    row_bytes: tuple[int, ...] = _kib(1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)
+    heights: tuple[int, ...] = (8, 64)
+    operations: tuple[int, ...] = (1, 8, 64)
+    wide_bytes: tuple[int, ...] = _kib(64, 256, 1024)
+    wide_operations: tuple[int, ...] = (16, 128)
+    check_bytes: tuple[int, ...] = _kib(3, 6, 12, 48)
+    check_blocks: tuple[int, ...] = (3, 11, 40)
+    packed: tuple[int, int] = (32 * _KIB, 32)
+    field: FieldScale = FieldScale()
+    repeats: int = 5
+    hurried: int = 2
+    seconds: float = 20.0
 
 
-_KIB = 1 << 10
-_MIB = 1 << 20
-FULL = Scale(
-    planes=64, scattered_bytes=32 * _MIB, pitch=33 * _MIB + 256 * _KIB,
-    most_bytes=128 * _MIB, link_bytes=64 * _MIB,
-    copy_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
-    copies=(64, 128, 256, 512, 1024, 4096, 16384),
-    few_bytes=tuple(each * _KIB for each in (64, 256, 1024)), few=(1, 8, 32),
-    loop_bytes=tuple(each * _KIB for each in (4, 64, 1024)), loop_copies=(64, 512),
-    row_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
-    heights=(8, 64), operations=(1, 8, 64),
-    wide_bytes=tuple(each * _KIB for each in (64, 256, 1024)), wide_operations=(16, 128),
-    check_bytes=tuple(each * _KIB for each in (3, 6, 12, 48)), check_blocks=(3, 11, 40),
-    packed=(32 * _KIB, 32),
-    field=FieldScale(
-        copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)), copies=(64, 128, 1024, 4096, 16384),
-        row_bytes=tuple(each * _KIB for each in (4, 8, 16, 24, 32, 64, 1024)), operations=(1, 8, 64),
-        large=LARGE, small=MEDIUM, opposite_bytes=32 * _MIB, repeats=3,
-    ),
-    repeats=5, hurried=2, seconds=20.0,
-)  # fmt: skip
+FULL = Scale()
 MINIATURE = Scale(  # for the simulated device
     planes=4, scattered_bytes=8 * _KIB, pitch=16 * _KIB,
     most_bytes=4 * _KIB, link_bytes=16 * _KIB,
@@ -167,7 +155,7 @@ MINIATURE = Scale(  # for the simulated device
 
 
 def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
-    """For the curves of batch and loop."""
+    """Yield the sets for the curves of batch and loop."""
     if "batch" not in missing:
         for nbytes in scale.copy_bytes:
             yield _flat_set(scale, nbytes, scale.copies, "batch")
@@ -183,7 +171,7 @@ def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], copier: Copier
 
 
 def strided_sets(scale: Scale) -> Iterator[TrialSet]:
-    """For the prices of operations and rows."""
+    """Yield the sets for the prices of operations and rows."""
     for nbytes in scale.row_bytes:
         for height in scale.heights:
             counts = [count for count in scale.operations if count * height * nbytes <= scale.most_bytes]
@@ -197,7 +185,7 @@ def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial])
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
-    """Transfers of other sizes and counts than the costs were fitted to."""
+    """Yield transfers of other sizes and counts than the costs were fitted to."""
     copiers: tuple[CopierName, ...] = ("strided",) if "batch" in missing else ("batch", "strided")
     for nbytes, copier in product(scale.check_bytes, copiers):
         counts = [count for count in scale.check_blocks if count * scale.planes * nbytes <= scale.most_bytes]

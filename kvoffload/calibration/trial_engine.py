@@ -7,12 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 
 from kvoffload.calibration.backdrops import Backdrop
-from kvoffload.calibration.compute import in_context
 from kvoffload.calibration.schedule import Trial, TrialSet
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
@@ -49,9 +47,7 @@ class TrialMemory:
         self.pitch, scattered_bytes = min(pitch, spare), min(scattered_bytes, spare)
         self._device = device
         with ExitStack() as undo:
-            with device.current():
-                self._stream = device.driver.stream_create(0)
-            undo.callback(in_context, device, partial(device.driver.stream_destroy, self._stream))
+            self._stream = undo.enter_context(device.stream()).handle
             self._apart = [undo.enter_context(device.allocate(scattered_bytes)) for _ in range(plane_count)]
             self._slab = undo.enter_context(device.allocate(plane_count * self.pitch))
             self._undo = undo.pop_all()
@@ -79,14 +75,11 @@ class TrialMemory:
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
             self._device.driver.stream_synchronize(self._stream)
 
-    def close(self) -> None:
-        self._undo.close()
-
     def __enter__(self) -> TrialMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._undo.close()
 
 
 def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
@@ -106,7 +99,7 @@ class TrialEngine:
     """
 
     def __init__(
-        self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, codec: CodecName | None = None, seed: int = 0
+        self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, codec: CodecName | None = None
     ) -> None:
         planes = memory.planes(trial_set)
         most = min(trial_set.most_blocks, planes[0].num_blocks)
@@ -121,7 +114,7 @@ class TrialEngine:
             staging_bytes=0 if codec is None else STAGING_BYTES,
             profile=default_profile(None),
         )
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(0)
         self._blocks = random.permutation(planes[0].num_blocks)[:most]
         self._slots = random.permutation(self.engine.num_slots)[:most]
 
@@ -130,7 +123,7 @@ class TrialEngine:
         return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.copier)
 
     def seconds(self, direction: Direction, trial: Trial) -> float:
-        """Seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
+        """Return the seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
         self._memory.flush()
         begin = time.perf_counter()
         job = self.submit(direction, trial)
@@ -146,8 +139,8 @@ class TrialEngine:
         return seconds
 
     def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
-        """Seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would often find the
-        GPU between two kernels.
+        """Return the seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would
+        often find the GPU between two kernels.
         """
         backdrop.top_up()
         begin = time.perf_counter()
@@ -166,7 +159,7 @@ class TrialEngine:
         repeats: Callable[[], int],
         backdrop: Backdrop | None = None,
     ) -> list[Sample]:
-        """The median time of each trial over several rounds, after one round that does not count.
+        """Return the median time of each trial over several rounds, after one round that does not count.
 
         Trials that need more memory than the GPU had to spare are left out.
 
@@ -193,11 +186,8 @@ class TrialEngine:
                 samples.append(Sample(trial.copier, shape, statistics.median(known)))
         return samples
 
-    def close(self) -> None:
-        self.engine.close()
-
     def __enter__(self) -> TrialEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.engine.close()

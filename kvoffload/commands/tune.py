@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.calibration import Tuning, tune
-from kvoffload.copiers.selection import PREFERENCES, choose, rank
+from kvoffload.copiers.selection import PREFERENCES, Question, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
@@ -179,9 +179,9 @@ def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Itera
         copies = blocks * _PLANES
         operations = blocks if placement == "folded" else copies
         shape = Shape(direction, blocks, copies, operations, copies, copies * block_bytes)
-        choice = choose(shape, available, profile, prefer)
-        ranked = rank(shape, available, profile, prefer)
-        second = next((each for each in ranked if each.copier != choice.copier), None)
+        question = Question(shape, available, profile, prefer)
+        choice = choose(question)
+        second = next((each for each in rank(question) if each.copier != choice.copier), None)
         yield Decision(
             direction=str(direction),
             placement=placement,

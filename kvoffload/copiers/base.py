@@ -28,10 +28,10 @@ class Copier(Protocol):
     segment_operations: int
 
     def prepare(self, plan: BlockPlan) -> TransferPlan:
-        """The plan in the shape that this copier carries."""
+        """Return the plan in the shape that this copier carries."""
 
     def queue_cost(self, operations: int) -> int:
-        """How many places of a driver queue this many operations of a prepared plan take."""
+        """Return how many places of a driver queue this many operations of a prepared plan take."""
 
     def stage(self, work: Any, order: SourceOrder) -> Submit:
         """Write the arguments of at most `segment_operations` operations.

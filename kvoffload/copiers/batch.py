@@ -101,7 +101,7 @@ class BatchCopier:
 
 
 def _preludes(scratch: int) -> StridedTable:
-    """The preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
+    """Return the preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
     table = StridedTable(_FIRST_CHUNK, batched=False)
     rows = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
     of_all = scratch, scratch + _SCRATCH_BYTES, _PRELUDE_PITCH, 1

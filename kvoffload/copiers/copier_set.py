@@ -22,7 +22,7 @@ from kvoffload.copiers.pack import (
     why_not_packed,
 )
 from kvoffload.copiers.pack_kernels import PackKernels
-from kvoffload.copiers.selection import choose, two_ways
+from kvoffload.copiers.selection import Question, choose, two_ways
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Capabilities, Driver
@@ -36,7 +36,7 @@ from kvoffload.tuning import COPIERS, CopierName, Profile, Shape
 
 
 def why_not(capabilities: Capabilities, staging_bytes: int = STAGING_BYTES) -> dict[str, str | None]:
-    """For every copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
+    """Return, for each copier, None or the reason why it cannot run here. A kernel may still fail when it is loaded."""
     return {
         "strided": None,
         "pack": kernels.why_not(capabilities) if staging_bytes else "staging_bytes=0 forbids kernels",
@@ -66,12 +66,12 @@ def check_carries_parts(name: CopierName | None, parts: Parts) -> None:
 
 
 def can_pack(parts: Parts) -> bool:
-    """Whether each part is one range of a block in a slot."""
+    """Return whether each part is one range of a block in a slot."""
     return all(map(is_range, parts))
 
 
 def shape_of(plan: BlockPlan) -> Shape:
-    """The shape of a plan with at least one block, for a profile."""
+    """Return the shape of a plan with at least one block, for a profile."""
     operations, rows = plan.count()
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
@@ -82,8 +82,8 @@ transfer run at the same time."""
 
 
 def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
-    """The same work in as few shares as possible, for a transfer of several groups. Those of pack come first, and stay
-    apart, since a kernel is of one group. Shares of one copier of the copy engine become one.
+    """Return the same work in as few shares as possible, for a transfer of several groups. Those of pack come first,
+    and stay apart, since a kernel is of one group. Shares of one copier of the copy engine become one.
 
     Args:
         shares: of plans in one direction, none of them in parts.
@@ -235,8 +235,8 @@ class CopierSet:
     def select(
         self, plan: BlockPlan, wanted: CopierName | None, opposite: bool = False, queued: bool = False
     ) -> Selection:
-        """The copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that has
-        the last word. In this order:
+        """Return the copier for a plan, and why; remembered for all plans of the same shape. If it has `between`, that
+        has the last word. In this order:
 
         1. "pack" for a group with a codec.
         2. `wanted`.
@@ -270,11 +270,12 @@ class CopierSet:
 
     def _select(self, plan: BlockPlan, opposite: bool, queued: bool) -> Selection:
         parts = plan.group.num_parts
-        shape, offered, profile, prefer = shape_of(plan), self.offered, self._profile, self._prefer
+        shape, offered = shape_of(plan), frozenset(self.offered)
         if parts > 1 and not can_pack(plan.group.parts):
-            offered = tuple(name for name in offered if name != "pack")
-        copier, reason, _ = choose(shape, offered, profile, prefer, parts, opposite)
-        ways = two_ways(shape, offered, profile, prefer, opposite, parts, queued) if "pack" in offered else None
+            offered -= {"pack"}
+        question = Question(shape, offered, self._profile, self._prefer, parts, opposite)
+        copier, reason, _ = choose(question)
+        ways = two_ways(question, queued) if "pack" in offered else None
         if ways is None:
             return Selection(copier, reason)
         size = shape.nbytes.bit_length(), parts.bit_length()
@@ -297,12 +298,14 @@ class CopierSet:
         return pack.prepare(plan), pack, len(plan.blocks) * plan.group.num_parts, plan.nbytes
 
     def keep(self) -> None:
-        """The context is lost: free nothing that the GPU may still use."""
+        """Free nothing that the GPU may still use: the context is lost."""
         if self._kernels is not None:
             self._kernels.keep()
 
     def restore(self, tables: list[Table], places: Mapping[Place, list[Half]]) -> None:
-        """After an interrupt: exactly these tables are in use, and these places in the rings, by these segments."""
+        """Restore the tables in use after an interrupt: exactly these, and these places in the rings, by these
+        segments.
+        """
         for ring in self._rings:
             ring.restore(places)
         if self._kernels is not None:

@@ -134,7 +134,7 @@ class Estimate:
         self.spread += _GAIN_OF_SURPRISE * (min(far - 1.0, _MOST_SPREAD) - self.spread)
 
     def has_left(self, ratio: float) -> bool:
-        """Whether it is clearly above or below an earlier value."""
+        """Return whether it is clearly above or below an earlier value."""
         far = self.ratio / ratio if self.ratio > ratio else ratio / self.ratio
         return self.doubt == 1.0 and far > max(_CHANGE, 1.0 + _CHANGE_BY_SPREAD * self.spread)
 
@@ -154,7 +154,7 @@ class Comparison:
         self.estimates = Estimate(ways[0].ratio), Estimate(ways[1].ratio)
 
     def expect(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
-        """The better way, as far as is known. Nothing changes."""
+        """Return the better way, as far as is known. Nothing changes."""
         one, two = self.estimates
         (_, predicted, extra, _), (_, other_predicted, other_extra, _) = ways
         seconds = one.ratio * predicted + extra, two.ratio * other_predicted + other_extra
@@ -162,7 +162,7 @@ class Comparison:
         return Forecast(self, ways, nbytes, number, seconds, 0.0, better.count > 0)
 
     def choose(self, ways: tuple[Way, Way], nbytes: int) -> Forecast:
-        """The way for a transfer: the better one, or a try of the other."""
+        """Return the way for a transfer: the better one, or a try of the other."""
         forecast = self.expect(ways, nbytes)
         if self._quiet:
             self._quiet -= 1
@@ -184,7 +184,7 @@ class Comparison:
         return forecast._replace(number=1 - number, price=price, known=other.count > 0)
 
     def note(self, forecast: Forecast, seconds: float) -> None:
-        """A transfer that was chosen so took these seconds on the GPU's clock, more than 0.0."""
+        """Note that a transfer that was chosen so took these seconds on the GPU's clock, more than 0.0."""
         number, price, least = forecast.number, forecast.price, forecast.seconds[1 - forecast.number]
         way, estimate, other = forecast.ways[number], self.estimates[number], self.estimates[1 - number]
         self._budget += _BUDGET * seconds

@@ -42,7 +42,7 @@ _SMALLEST_RING = 4  # blocks, of the largest ones
 
 
 def ring_bytes(layout: KVLayout, pool_bytes: int, staging_bytes: int) -> int:
-    """How many bytes a ring has: `staging_bytes`, or less if two transfers as large as the pool need less."""
+    """Return how many bytes a ring has: `staging_bytes`, or less if two transfers as large as the pool need less."""
     largest = max(group.bytes_per_block for group in layout.groups)
     return min(staging_bytes, max(2 * pool_bytes, _SMALLEST_RING * _place_bytes(1, largest)))
 
@@ -61,7 +61,7 @@ def checked_staging(staging_bytes: Any, layout: KVLayout) -> int:
 
 
 def why_not_packed(layout: KVLayout, ring: int) -> str | None:
-    """Why blocks of this layout cannot go through a ring of so many bytes; None if they can."""
+    """Return why blocks of this layout cannot go through a ring of so many bytes; None if they can."""
     for index, group in enumerate(layout.groups):
         if layout.blocks_per_slot > 1 and int(group.host_steps[0]) != group.slot_block_bytes:
             return (
@@ -74,7 +74,7 @@ def why_not_packed(layout: KVLayout, ring: int) -> str | None:
 
 
 def _place_bytes(blocks: int, block_bytes: int) -> int:
-    """A place for so many blocks: their table, then the blocks."""
+    """Return a place for so many blocks: their table, then the blocks."""
     return _aligned(16 * blocks) + _aligned(blocks * block_bytes)
 
 
@@ -155,7 +155,7 @@ class StagingRing:
         self.address = int(self._memory[0])
 
     def take(self, nbytes: int) -> Place:
-        """A place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
+        """Return a place of `nbytes`, at most those of the ring. Before it is filled, wait for `used_before`."""
         size, start = self.nbytes, self._next
         stop, offset = start + nbytes, start % size
         if offset + nbytes > size:  # does not fit before the end of the ring
@@ -169,7 +169,7 @@ class StagingRing:
         return place
 
     def used_before(self, place: Place) -> list[Place]:
-        """The places to wait for before the latest place is filled: behind a joined one are all before it.
+        """Return the places to wait for before the latest place is filled: behind a joined one are all before it.
 
         1. The oldest place that loses some of its bytes to this one, then the places that lose all, the newest first.
         2. None of these has joined: the first joined place behind them has waited in their stead.
@@ -187,12 +187,12 @@ class StagingRing:
         return found
 
     def join(self, place: Place) -> None:
-        """All of a piece now ends on the stream of its second half, behind what it had to wait for."""
+        """Have all of a piece end on the stream of its second half, behind what it had to wait for."""
         place.joined = True
         self._left.clear()
 
     def restore(self, used: Mapping[Place, list[Half]]) -> None:
-        """After an interrupt: of its places exactly those in `used` are in use, by these segments; the oldest first."""
+        """Restore the places in use after an interrupt: its own in `used`, by these segments; the oldest first."""
         self._places = deque(place for place in used if place.ring is self)
         self._left.clear()
         for place in self._places:
@@ -205,7 +205,7 @@ class StagingRing:
 
 
 def is_range(planes: Sequence[int]) -> bool:
-    """Whether planes follow each other, in any order."""
+    """Return whether planes follow each other, in any order."""
     return max(planes) - min(planes) == len(planes) - 1
 
 
@@ -232,7 +232,7 @@ class BlocksInParts:
         self.part_ends = tuple(range(count, count * len(planes) + 1, count))
 
     def cut(self, start: int, stop: int) -> PartOfBlocks:
-        """The operations `[start, stop)` of one part."""
+        """Return the operations `[start, stop)` of one part."""
         part, first = divmod(start, len(self._blocks))
         return PartOfBlocks(self._blocks.cut(first, first + stop - start), self._planes[part])
 

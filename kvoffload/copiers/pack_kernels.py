@@ -42,6 +42,8 @@ _CODED_TILE_BYTES, _CODING_WARPS, _CODING_REGISTERS = 2048, 1, 72
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 ARENA_BYTES = 1 << 20  # for each direction
 KERNEL_PLACES = 4  # of a driver's queue, that the two launches of a piece take
+_TABLES = (("fragment_table", "i64"), ("block_table", "i64"))
+_COUNTS = (("row_fragments", "i32"), ("num_fragments", "i32"), ("num_blocks", "i32"))
 
 
 class FragmentShape(NamedTuple):
@@ -77,14 +79,7 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
         return KernelSpec(
             module="kvoffload.kernels.coding",
             function="encode" if direction is STORE else "decode",
-            parameters=(
-                ("fragment_table", "i64"),
-                ("block_table", "i64"),
-                ("outcomes", "i64"),
-                ("row_fragments", "i32"),
-                ("num_fragments", "i32"),
-                ("num_blocks", "i32"),
-            ),
+            parameters=(*_TABLES, ("outcomes", "i64"), *_COUNTS),
             constants=(
                 ("VALUES", shape.coding.values),
                 ("CHUNKS", shape.tile_fragments),
@@ -97,13 +92,7 @@ def kernel_spec(shape: FragmentShape, direction: Direction) -> KernelSpec:
     return KernelSpec(
         module="kvoffload.kernels.pack",
         function="pack",
-        parameters=(
-            ("fragment_table", "i64"),
-            ("block_table", "i64"),
-            ("row_fragments", "i32"),
-            ("num_fragments", "i32"),
-            ("num_blocks", "i32"),
-        ),
+        parameters=(*_TABLES, *_COUNTS),
         constants=(
             ("STORE", int(direction is STORE)),
             ("WORD_BITS", 8 * shape.word_bytes),
@@ -127,7 +116,7 @@ TABLE_SPEC = KernelSpec(
 
 
 def fragment_shape_of(group: Group) -> FragmentShape:
-    """The longest fragments that leave few threads idle, in the widest words that all addresses allow."""
+    """Return the longest fragments that leave few threads idle, in the widest words that all addresses allow."""
     coding = group.coding
     if coding is not None:
         alignment = math.gcd(16, *(each for plane in group.planes for each in (plane.address, plane.block_stride)))
@@ -145,12 +134,12 @@ def fragment_shape_of(group: Group) -> FragmentShape:
 
 
 def _idle(widths: list[int], fragment_bytes: int) -> float:
-    """The share of the threads that have nothing to copy."""
+    """Return the share of the threads that have nothing to copy."""
     return 1 - sum(widths) / sum(-(-width // fragment_bytes) * fragment_bytes for width in widths)
 
 
 def fragment_table(group: Group, shape: FragmentShape) -> Int64Array:
-    """The fragments of a group's planes: int64, (5, fragments).
+    """Return the fragments of a group's planes: int64, (5, fragments).
 
     Its rows: address in block 0, block stride, offset in the slot, bytes between sub-blocks, number of words.
     """
@@ -250,8 +239,8 @@ class PackKernels:
         )
 
     def write_blocks(self, blocks: BlockPlan) -> Table | None:
-        """A table of these blocks; None while there is no room. Its second row, where each block lies in the ring, is
-        left to the caller.
+        """Return a table of these blocks; None while there is no room. Its second row, where each block lies in the
+        ring, is left to the caller.
         """
         count, coded = len(blocks.blocks), self._groups[blocks.group_index].coded
         table = self.arenas[0 if blocks.direction is STORE else 1].take((3 if coded else 2) * count)
@@ -265,13 +254,13 @@ class PackKernels:
         return table
 
     def planes(self, group_index: int, first: int, stop: int) -> PlaneRange:
-        """The planes `[first, stop)` of a group."""
+        """Return the planes `[first, stop)` of a group."""
         _, starts, offsets, *_ = self._groups[group_index]
         return PlaneRange(starts[first], starts[stop] - starts[first], offsets[first], offsets[stop] - offsets[first])
 
     def launch(self, blocks: BlockPlan, planes: PlaneRange, table: Table, address: int) -> Submit:
-        """The launches that copy their table to this address in device memory, and then move these planes of the blocks
-        in it.
+        """Return the launches that copy their table to this address in device memory, and then move these planes of the
+        blocks in it.
 
         Read over the link by thousands of programs, the table would take too long.
         """

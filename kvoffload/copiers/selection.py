@@ -7,7 +7,6 @@ only the first word: what transfers take decides from then on, see `observed`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -30,6 +29,25 @@ _PACK_SECONDS = {Situation.IDLE: 20e-6, Situation.LARGE_PRODUCTS: 60e-6, Situati
 # How much longer than contiguous copies pack keeps its caller: 9 to 74 us in `bench submit` on a host with an H200.
 _PACK_HOST_SECONDS = 40e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
+
+
+class Question(NamedTuple):
+    """A transfer whose copier is to be selected.
+
+    Attributes:
+        shape: its size, all parts together.
+        available: names of the copiers that can carry it; at least one of the copy engine.
+        prefer: one of `PREFERENCES`.
+        parts: the number of parts.
+        opposite: whether transfers in the other direction are in flight.
+    """
+
+    shape: Shape
+    available: frozenset[str]
+    profile: Profile
+    prefer: str
+    parts: int = 1
+    opposite: bool = False
 
 
 class Choice(NamedTuple):
@@ -70,14 +88,7 @@ def check_prefer(prefer: Any) -> str:
     return str(prefer)
 
 
-def choose(
-    shape: Shape,
-    available: Collection[str],
-    profile: Profile,
-    prefer: str,
-    parts: int = 1,
-    opposite: bool = False,
-) -> Choice:
+def choose(question: Question) -> Choice:
     """Select the copier of a transfer.
 
     1. With "latency" a copier's weight is the time from the call to the end, on a GPU that computes nothing.
@@ -89,19 +100,14 @@ def choose(
     4. Else with "overlap" any time of the caller counts: unless pack won, the one that keeps its caller the shortest
        wins among those that end within 1.1x of the soonest. (Both directions at once, 4 blocks of 32 planes x 64 KiB on
        an H200: 367 us with strided copies, 476 with contiguous ones.)
-
-    Args:
-        available: names of the copiers that can carry it; at least one of the copy engine.
-        parts: the number of parts; `shape` is that of all parts together.
-        opposite: whether transfers in the other direction are in flight.
     """
-    alike, scale = _class_of(shape)
-    choice = _choose(alike, frozenset(available), profile, prefer, parts, opposite)
+    alike, scale = _class_of(question.shape)
+    choice = _choose(question._replace(shape=alike))
     return choice if scale == 1.0 else choice._replace(seconds=choice.seconds * scale)
 
 
 def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """The shape of the class that this one belongs to, and the ratio of their numbers of blocks.
+    """Return the shape of the class that this one belongs to, and the ratio of their numbers of blocks.
 
     The bytes of a block, the planes, and how many blocks are merged stay nearly the same.
     """
@@ -119,23 +125,14 @@ def _class_of(shape: Shape) -> tuple[Shape, float]:
 
 
 @lru_cache(maxsize=4096)
-def _choose(
-    shape: Shape, available: frozenset[str], profile: Profile, prefer: str, parts: int, opposite: bool
-) -> Choice:
-    best, *others = rank(shape, available, profile, prefer, parts, opposite)
-    where = " concurrent with compute" if prefer == "overlap" and profile.situations else ""
-    return Choice(best.copier, _explain(best, others, shape, where, parts), best.seconds)
+def _choose(question: Question) -> Choice:
+    best, *others = rank(question)
+    return Choice(best.copier, _explain(best, others, question), best.seconds)
 
 
-def rank(
-    shape: Shape,
-    available: Collection[str],
-    profile: Profile,
-    prefer: str,
-    parts: int = 1,
-    opposite: bool = False,
-) -> list[Expected]:
-    """All copiers that could carry a transfer, the best first; at least one. Cases and arguments as in `choose`."""
+def rank(question: Question) -> list[Expected]:
+    """Return all copiers that could carry a transfer, the best first; at least one. Cases as in `choose`."""
+    shape, available, profile, prefer, parts, _ = question
     # Contiguous copies one by one keep the host four times as long as in batches, and are as fast at best. A strided
     # copy of a single row takes 4 us, a contiguous one 2 at most. Of blocks of one row packing saves nothing.
     flat: CopierName = "batch" if "batch" in available else "loop"
@@ -144,14 +141,12 @@ def rank(
     packed: tuple[CopierName, ...] = ("pack",) if shape.rows > shape.blocks else ()
     copiers = [name for name in (*names, *packed) if name in available]
     situations = CONCURRENT_COMPUTE if prefer == "overlap" else (Situation.IDLE,)
-    times = [
-        [_seconds(copier, shape, profile, situation, parts, opposite) for situation in situations] for copier in copiers
-    ]
+    times = [[_seconds(copier, question, situation) for situation in situations] for copier in copiers]
     if all(min(each) == inf for each in times):
         return [Expected(copier, inf, 0.0, 0.0, inf) for copier in copiers]
-    hosts = [profile.host_seconds(*_carried(copier, shape, profile, parts)) for copier in copiers]
+    hosts = [profile.host_seconds(*_carried(copier, question)) for copier in copiers]
     if prefer == "latency":  # 1
-        extras = [profile.seconds_around(*_carried(copier, shape, profile, parts)) for copier in copiers]
+        extras = [profile.seconds_around(*_carried(copier, question)) for copier in copiers]
         weights = [seconds + extra for (seconds,), extra in zip(times, extras, strict=True)]
     else:  # 2
         most = _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES)
@@ -178,33 +173,25 @@ def rank(
     return found
 
 
-def two_ways(
-    shape: Shape,
-    available: Collection[str],
-    profile: Profile,
-    prefer: str,
-    opposite: bool,
-    parts: int = 1,
-    queued: bool = False,
-) -> tuple[Way, Way] | None:
-    """Pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if the
-    profile does not know them, and for transfers that are over before the choice could matter.
+def two_ways(question: Question, queued: bool) -> tuple[Way, Way] | None:
+    """Return pack and the best copier of the copy engine, if either could carry a transfer; None if only one could, if
+    the profile does not know them, and for transfers that are over before the choice could matter.
 
     With "overlap" the caller's time counts, too; if the transfer is `queued` behind one of its direction, only what its
     copies do not hide.
     """
-    best, *_ = ranked = rank(shape, available, profile, prefer, parts, opposite)
+    best, *_ = ranked = rank(question)
     found = {each.copier == "pack": each for each in reversed(ranked)}
-    if len(found) < 2 or shape.nbytes < _SMALL_BYTES or inf in (each.seconds for each in found.values()):
+    if len(found) < 2 or question.shape.nbytes < _SMALL_BYTES or inf in (each.seconds for each in found.values()):
         return None
 
     def idle(each: Expected) -> float:
-        return _seconds(each.copier, shape, profile, Situation.IDLE, parts, opposite)
+        return _seconds(each.copier, question, Situation.IDLE)
 
     def extra(each: Expected) -> float:
-        if prefer == "latency":
+        if question.prefer == "latency":
             return each.extra
-        host = each.host + (parts * _PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
+        host = each.host + (question.parts * _PACK_HOST_SECONDS if each.copier == "pack" else 0.0)
         return max(each.extra, host - idle(each) if queued else host)
 
     def way(each: Expected) -> Way:
@@ -216,34 +203,36 @@ def two_ways(
     return way(found[True]), way(found[False])
 
 
-def _carried(copier: CopierName, shape: Shape, profile: Profile, parts: int) -> tuple[CopierName, Shape]:
-    """The copier and the transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
+def _carried(copier: CopierName, question: Question) -> tuple[CopierName, Shape]:
+    """Return the copier and transfer whose costs the profile knows: for pack, contiguous copies of a block's parts."""
+    shape, profile = question.shape, question.profile
     if copier != "pack":
         return copier, shape
-    blocks = shape.blocks * parts
+    blocks = shape.blocks * question.parts
     flat: CopierName = "batch" if "batch" in profile.costs[shape.direction].flat else "loop"
     return flat, shape._replace(plane_blocks=blocks, operations=blocks, rows=blocks)
 
 
-def _seconds(
-    copier: CopierName, shape: Shape, profile: Profile, situation: Situation, parts: int, opposite: bool
-) -> float:
-    """Expected seconds. Both directions at once were not measured with compute. They are taken to stretch a transfer as
-    much as without.
+def _seconds(copier: CopierName, question: Question, situation: Situation) -> float:
+    """Return the expected seconds. Both directions at once were not measured with compute. They are taken to stretch a
+    transfer as much as without.
     """
-    carried = _carried(copier, shape, profile, parts)
+    carried = _carried(copier, question)
+    profile, parts = question.profile, question.parts
     seconds = profile.seconds(*carried, situation)
-    if opposite:
+    if question.opposite:
         idle = profile.seconds(*carried)
         both = profile.seconds(*carried, Situation.BOTH_DIRECTIONS)
         seconds = both if situation is Situation.IDLE else seconds * max(1.0, both / idle) if idle < inf else inf
     return seconds + (parts * _PACK_SECONDS[situation] if copier == "pack" else (parts - 1) * _PART_SECONDS)
 
 
-def _explain(best: Expected, others: list[Expected], shape: Shape, where: str, parts: int) -> str:
+def _explain(best: Expected, others: list[Expected], question: Question) -> str:
+    shape, parts = question.shape, question.parts
     if best.seconds == inf:
         return f"{best.copier}: no copier was measured, see `kvoffload tune`"
-    text = f"{best.copier}: {_rate(best, shape)} expected{where}"
+    beside = question.prefer == "overlap" and question.profile.situations
+    text = f"{best.copier}: {_rate(best, shape)} expected{' concurrent with compute' if beside else ''}"
     known = [each for each in others if each.seconds < inf]
     if not known:
         return f"{text}, the only copier"

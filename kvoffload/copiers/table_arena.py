@@ -43,7 +43,7 @@ class Table:
         return list(self.slots[self.unfit != 0].tolist())
 
     def release(self) -> None:
-        """Nothing on the GPU reads the table any more. Idempotent."""
+        """Free the table: nothing on the GPU reads it any more. Idempotent."""
         self.released = True
         self._arena.collect()
 
@@ -68,7 +68,7 @@ class TableArena:
         return sum(not table.released for table in self._tables)
 
     def take(self, count: int) -> Table | None:
-        """A table of `count` words, or None while there is no room.
+        """Return a table of `count` words, or None while there is no room.
 
         1. No table is in use: the whole memory is free.
         2. The tables lie in one piece: there is room behind the last, and before the first.
@@ -100,7 +100,7 @@ class TableArena:
             self._tables.popleft()
 
     def restore(self, used: list[Table]) -> None:
-        """After an interrupt: of this arena's tables exactly those in `used` are in use."""
+        """Restore the tables in use after an interrupt: exactly this arena's own in `used`."""
         for table in self._tables:
             table.released = table not in used
         self._tables = deque(table for table in self._tables if not table.released)

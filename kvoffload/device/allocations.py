@@ -78,7 +78,7 @@ class AllocationFinder:
         self._device_count = device_count
 
     def find(self, planes: Sequence[Plane]) -> list[Allocation]:
-        """The allocation of each plane; planes of one allocation have the same object.
+        """Return the allocation of each plane; planes of one allocation have the same object.
 
         Raises:
             DriverError: the context is lost.
@@ -102,7 +102,7 @@ class AllocationFinder:
         return allocation.end >= end
 
     def _at(self, address: int) -> Allocation:
-        """What holds an address: of virtual memory, the range of one handle."""
+        """Return what holds an address: of virtual memory, the range of one handle."""
         try:
             base, nbytes = self._driver.address_range(address)
         except DriverError as error:
@@ -125,7 +125,9 @@ class AllocationFinder:
         return allocation
 
     def device_of(self, address: int) -> int | str:
-        """The GPU that holds `address`, as CUDA counts them; or why neither the driver nor the bindings report it."""
+        """Return the GPU that holds `address`, as CUDA counts them; or why neither the driver nor the bindings report
+        it.
+        """
         driver, devices = self._driver, range(self._device_count)
         if len(devices) == 1:
             return 0
@@ -160,12 +162,12 @@ class AllocationFinder:
 
 
 def is_mapped_on(driver: Driver, address: int, device: int) -> bool:
-    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current."""
+    """Return whether cuMemMap mapped `address`, virtual memory, to memory of that GPU; a context must be current."""
     return _ask(pointers.mapped_memory_device, driver, address) == device
 
 
 def _ask(question: Callable[..., T], *arguments: Any) -> T | None:
-    """The answer, or None where the driver or the bindings have none."""
+    """Return the answer, or None where the driver or the bindings have none."""
     try:
         return question(*arguments)
     except (DriverError, CapabilityError) as error:

@@ -114,7 +114,8 @@ class DeviceBuffer:
                 del self._copying[-1:]
 
     def to_numpy(self) -> UInt8Array:
-        """The bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see `copy_from`.
+        """Return the bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see
+        `copy_from`.
 
         Raises:
             ClosedError: the buffer or its device is closed, or this is a forked child.
@@ -198,7 +199,7 @@ class DeviceArray:
             )
 
     def view(self, dtype: Any) -> DeviceArray:
-        """The same memory and shape, with elements of another type of the same size. Nothing is copied.
+        """Return the same memory and shape, with elements of another type of the same size. Nothing is copied.
 
         Raises:
             ValueError: the sizes differ.
@@ -209,7 +210,7 @@ class DeviceArray:
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """The array's address, shape, strides in bytes, and itemsize. Raises ClosedError if the memory is freed."""
+        """Return the array's address, shape, strides in bytes and itemsize; ClosedError if the memory is freed."""
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)
@@ -225,7 +226,7 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule for another library, as the DLPack protocol defines it.
+        """Return a capsule for another library, as the DLPack protocol defines it.
 
         Args:
             stream: the consumer's stream; its later work starts after the transfers in flight that touch the memory.

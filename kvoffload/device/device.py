@@ -170,7 +170,7 @@ class Device:
             raise
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Exactly `nbytes` bytes of uninitialised GPU memory, in one driver allocation.
+        """Allocate exactly `nbytes` bytes of uninitialised GPU memory, in one driver allocation.
 
         It is freed by `close` of the result, when the device closes, or, once the result and all arrays that other
         libraries made of it are garbage, by the device's next `allocate`, `stream` or new engine.
@@ -250,7 +250,8 @@ class Device:
         return [plane(slab.address + index * pitch, owner=slab) for index in range(count)]
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
-        """An uninitialised C-contiguous array in one driver allocation, which other libraries take without a copy.
+        """Return an uninitialised C-contiguous array in one driver allocation, which other libraries take without a
+        copy.
 
         For a cache, give it the shape `(blocks, planes, ...)` or `(planes, blocks, ...)`, see `KVLayout.from_stacked`.
         The memory is kept while the array or an import of it is referred to. But closing `result.buffer` or the device
@@ -270,7 +271,8 @@ class Device:
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
 
     def stream(self, *, priority: int = 0) -> Stream:
-        """A new stream, for programs without a library that makes streams. It also works on the simulated device.
+        """Return a new stream, for programs without a library that makes streams. It also works on the simulated
+        device.
 
             with device.stream() as stream:
                 engine.load(slots, blocks, after=stream).order_before(stream)
@@ -298,7 +300,8 @@ class Device:
             raise ValueError(f"{name} must be in {lowest} .. {highest}, got {priority!r}")
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
-        """The base address of each plane's allocation: `result[group][plane]`. The device's context must be current.
+        """Return the base address of each plane's allocation: `result[group][plane]`. The device's context must be
+        current.
 
         Mapped virtual memory without a gap between two planes is one allocation. Issues a KVOffloadWarning if the
         driver does not say whether a plane's memory is on this device.
@@ -330,7 +333,8 @@ class Device:
         return bases
 
     def current(self) -> Current:
-        """A context manager: inside, the device's context is current for this thread; afterwards, the caller's again.
+        """Return a context manager: inside, the device's context is current for this thread; afterwards, the caller's
+        again.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -394,7 +398,7 @@ class Device:
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """From now on `close` of the device first closes this engine. The device does not keep the engine alive.
+        """Have `close` of the device first close this engine. The device does not keep the engine alive.
 
         Raises:
             ClosedError: this is a forked child.
@@ -420,8 +424,8 @@ class Device:
             engine.advance()
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
-        """The engines with a plane in a range of device memory, on any `Device` of the same driver: a GPU may be opened
-        several times, and no two GPUs of a process have an address in common.
+        """Return the engines with a plane in a range of device memory, on any `Device` of the same driver: a GPU may be
+        opened several times, and no two GPUs of a process have an address in common.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -538,7 +542,7 @@ def _release_garbage() -> None:
 
 
 def checked_devices(devices: Any, name: str = "devices") -> tuple[Device, ...]:
-    """`devices`, if they are a list or tuple of open_device()'s; else TypeError."""
+    """Return `devices`, if they are a list or tuple of open_device()'s; else TypeError."""
     if not isinstance(devices, Sequence) or not all(isinstance(each, Device) for each in devices):
         raise TypeError(f"{name} must be a list of devices from open_device(), got {shown(devices)}")
     return tuple(devices)
@@ -546,7 +550,7 @@ def checked_devices(devices: Any, name: str = "devices") -> tuple[Device, ...]:
 
 @atexit.register
 def _close_all() -> None:
-    """At interpreter exit: wait for running transfers before their memory goes, ten seconds in all."""
+    """Wait for running transfers before their memory goes, at interpreter exit: ten seconds in all."""
     deadline = time.perf_counter() + 10.0
     for device in _open_devices():
         try:

@@ -233,6 +233,6 @@ class DeviceResources:
 
 
 def warn_unreleased(texts: list[str]) -> None:
-    """A ResourceWarning for each text. Call it last: if warnings are errors, nothing after it runs."""
+    """Issue a ResourceWarning for each text. Call it last: if warnings are errors, nothing after it runs."""
     for text in texts:
         warnings.warn(text, ResourceWarning, 3)

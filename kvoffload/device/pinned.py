@@ -215,7 +215,7 @@ class PinnedMemory(RegisteredMemory):
 
 
 def whole_units(range_bytes: int, unit_bytes: int) -> int:
-    """`range_bytes`, or less, as a multiple of a unit; at least one unit."""
+    """Return `range_bytes`, or less, as a multiple of a unit; at least one unit."""
     return max(1, range_bytes // unit_bytes) * unit_bytes
 
 
@@ -326,7 +326,7 @@ class HostMemory:
     def of_buffer(
         cls, buffer: Any, *, num_slots: int, slot_stride: int, offset: int = 0, registered: bool = False
     ) -> HostMemory:
-        """The memory of an object with the buffer protocol: a numpy array, an mmap, `SharedMemory.buf`.
+        """Return the memory of an object with the buffer protocol: a numpy array, an mmap, `SharedMemory.buf`.
 
         The result keeps the object alive. Shared memory and an mmap refuse to close while this object, an engine or an
         array over its `slots` refers to them: close the engine and delete the others first.
@@ -376,7 +376,7 @@ class HostMemory:
             )
 
     def span(self, slot_bytes: int) -> int:
-        """Bytes from the beginning of the first slot to the end of the last one."""
+        """Return the bytes from the beginning of the first slot to the end of the last one."""
         return (self.num_slots - 1) * self.slot_stride + slot_bytes if self.num_slots else 0
 
 
@@ -450,7 +450,7 @@ class CallerMemory(RegisteredMemory):
             return 0
 
     def release(self) -> None:
-        """As `RegisteredMemory.release`; then drop the reference to the caller's memory."""
+        """Release as `RegisteredMemory.release` does; then drop the reference to the caller's memory."""
         super().release()
         self.array = np.empty((0, self.array.shape[1]), dtype=np.uint8)
 

@@ -134,7 +134,7 @@ class SharedSlots:
 
     @classmethod
     def receive(cls, name: str, *, timeout: float = 0.0) -> SharedSlots:
-        """The slots that a process of this user, on this machine, offers under `name`.
+        """Return the slots that a process of this user, on this machine, offers under `name`.
 
         Args:
             name: the name of the offer.
@@ -247,7 +247,7 @@ def allocate_memory(files: list[int], name: str, nbytes: int) -> int:
 
 
 def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
-    """The offering thread: hand the memory to each process that connects, until the listener is shut down."""
+    """Hand the memory to each process that connects, in the offering thread, until the listener is shut down."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -272,14 +272,14 @@ os.register_at_fork(after_in_child=lambda: list(map(socket.SocketType.close, lis
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end of a Unix socket, when it connected."""
+    """Return the process, user and group at the other end of a Unix socket, when it connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, group = _CREDENTIALS.unpack(credentials)
     return process, user, group
 
 
 def _address(name: str) -> str:
-    """In the abstract name space, which has no files."""
+    """Return an address in the abstract name space, which has no files."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
     return "\0kvoffload-slots-" + blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

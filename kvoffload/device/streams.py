@@ -65,7 +65,7 @@ class EventPool:
         return len(self._events) - len(self.idle)
 
     def make(self) -> int:
-        """A new event, which is in use."""
+        """Return a new event, which is in use."""
         events = self._events
         if len(events) >= self._limit:
             raise CapacityError(f"all {self._limit} events are in use; poll() the engine until transfers have ended")
@@ -74,7 +74,7 @@ class EventPool:
         return event
 
     def keep_in_use(self, events: AbstractSet[int]) -> None:
-        """Exactly these events of the pool, and of others, are in use; all others are idle."""
+        """Note that exactly these events of the pool, and of others, are in use; all others are idle."""
         self._events = [int(event) for event in self._events]
         self.idle = [event for event in self._events if event not in events]
 
@@ -138,7 +138,8 @@ class Lane:
 
 
 def stream_handle(stream: Any, name: str) -> int:
-    """The handle of a stream: an int, a cuda.bindings stream, or anything with `__cuda_stream__` (CuPy, cuda.core).
+    """Return the handle of a stream: an int, a cuda.bindings stream, or anything with `__cuda_stream__` (CuPy,
+    cuda.core).
 
     0 means the legacy default stream and becomes its handle 1: the bindings may read 0 as the per-thread stream.
     Handle 2, the per-thread default stream, is the calling thread's.
@@ -242,7 +243,7 @@ class Stream:
         return self._handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """(0, `handle`): the protocol by which Python libraries for CUDA take each other's streams."""
+        """Return (0, `handle`): the protocol by which Python libraries for CUDA take each other's streams."""
         return 0, self.handle
 
     @property

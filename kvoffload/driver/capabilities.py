@@ -87,8 +87,8 @@ def probe(driver: Driver, device: int) -> Capabilities:
 
 
 def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: dict[str, str]) -> bool:
-    """Whether `name` reaches the driver: called with nothing to copy, it returns an error or success but does not
-    raise.
+    """Return whether `name` reaches the driver: called with nothing to copy, it returns an error or success but does
+    not raise.
 
     The 13.x bindings bind only the 13.0 entry point of the batch calls; on an older driver the call raises.
     """
@@ -107,7 +107,7 @@ def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: d
 
 
 def _kernels(driver: Driver, compute_capability: tuple[int, int], missing: dict[str, str]) -> bool:
-    """Whether the calls that kernels need are there, and a GPU that is new enough."""
+    """Return whether the calls that kernels need are there, and a GPU that is new enough."""
     absent = [name for name in KERNELS if not driver.has(name)]
     if absent:
         missing["kernels"] = f"these bindings ({_dotted(driver.bindings_version)}) have no {', '.join(absent)}"

@@ -57,7 +57,7 @@ class Driver:
         self._launch_kernel: Callable[..., Any] = self._functions.get("cuLaunchKernel", _missing)
 
     def has(self, name: str) -> bool:
-        """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
+        """Return whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
         return name in self._functions or name in self._raw
 
     def intercept(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -161,7 +161,7 @@ class Driver:
             raise DriverError("cuStreamWaitEvent", code.name, int(code))
 
     def stream_is_capturing(self, stream: int) -> bool:
-        """Whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
+        """Return whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
         code, status = self._stream_is_capturing(stream)
         if not code:
             return bool(status)
@@ -187,7 +187,7 @@ class Driver:
         return not code
 
     def event_seconds(self, start: int, end: int) -> float:
-        """Seconds on the GPU clock from one completed event to another; the resolution is about 0.5 us."""
+        """Return the seconds on the GPU clock from one completed event to another; the resolution is about 0.5 us."""
         return float(self.call("cuEventElapsedTime", start, end)) * 1e-3
 
     # memory -------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Driver:
         return int(base), int(nbytes)
 
     def is_device_memory(self, address: int) -> bool:
-        """Whether `address` is GPU memory; False for pinned host memory."""
+        """Return whether `address` is GPU memory; False for pinned host memory."""
         from cuda.bindings.driver import CUmemorytype, CUpointer_attribute
 
         kind = self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
@@ -219,7 +219,7 @@ class Driver:
         self.call("cuMemHostUnregister", address)
 
     def host_device_address(self, address: int) -> int:
-        """The address that a kernel uses for pinned host memory; registered memory may have another one there."""
+        """Return the address that a kernel uses for pinned host memory; that of registered memory may differ."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # kernels ------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Driver:
         return int(self.call("cuModuleGetFunction", module, name.encode()))
 
     def function_max_threads(self, function: int) -> int:
-        """The most threads a block of this function can have on this GPU: its registers bound that, too."""
+        """Return the most threads a block of this function can have on this GPU: its registers bound that, too."""
         from cuda.bindings.driver import CUfunction_attribute
 
         return int(
@@ -253,7 +253,7 @@ class Driver:
     # copies -------------------------------------------------------------------------------------------------------
 
     def copy_to_device(self, target: int, source: int, nbytes: int) -> None:
-        """Synchronous copy from any host memory, ordered with the legacy default stream."""
+        """Copy, and wait, from any host memory, ordered with the legacy default stream."""
         self.call("cuMemcpyHtoD", target, source, nbytes)
         try:
             self.stream_synchronize(LEGACY_STREAM)  # from pageable memory the call returns when the bytes are staged
@@ -264,7 +264,7 @@ class Driver:
             raise
 
     def copy_to_host(self, target: int, source: int, nbytes: int) -> None:
-        """Synchronous copy to any host memory, ordered with the legacy default stream."""
+        """Copy, and wait, to any host memory, ordered with the legacy default stream."""
         self.call("cuMemcpyDtoH", target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -274,13 +274,13 @@ class Driver:
         self.call("cuMemsetD8Async", target, value, nbytes, stream)
 
     def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:
-        """One operation of `table` through cuMemcpy2DAsync."""
+        """Queue one operation of `table` through cuMemcpy2DAsync."""
         if index >= len(table.objects):
             table.make_objects(index + 1)
         self.call("cuMemcpy2DAsync", table.objects[index], stream)
 
     def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
-        """The first `count` operations of `table`, in no order; the driver reads the table during the call."""
+        """Queue the first `count` operations of `table`, in no order; the driver reads the table during the call."""
         if self.use_raw:
             self._call_raw("memcpy_3d_batch_async_v2", count, table.address, 0, stream)
         else:
@@ -293,7 +293,7 @@ class Driver:
                 raise DriverError("cuMemcpy3DBatchAsync", code.name, int(code))
 
     def copy_batch(self, table: FlatTable, start: int, stop: int, order: SourceOrder, stream: int) -> None:
-        """Copies `[start, stop)` of `table`, in no order; the driver reads the table during the call."""
+        """Queue copies `[start, stop)` of `table`, in no order; the driver reads the table during the call."""
         count = stop - start
         if self.use_raw:
             arrays, pair = table.raw_arrays(start), table.raw_attributes(order)
@@ -305,7 +305,7 @@ class Driver:
                 raise DriverError("cuMemcpyBatchAsync", code.name, int(code))
 
     def _call_raw(self, name: str, *arguments: Any) -> None:
-        """The raw-address functions return None and raise exceptions of their own, with a `status`."""
+        """Call a raw-address function: these return None and raise exceptions of their own, with a `status`."""
         try:
             self._raw[name](*arguments)
         except Exception as error:

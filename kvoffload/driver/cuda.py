@@ -15,7 +15,7 @@ _REMEDY = (
 
 
 def load() -> Driver:
-    """The CUDA driver of this machine, initialised (no context is created).
+    """Return the CUDA driver of this machine, initialised (no context is created).
 
     Raises:
         CapabilityError: cuda-bindings is missing or too old, or there is no NVIDIA driver library.
@@ -44,7 +44,7 @@ def load() -> Driver:
 
 
 def binding_types() -> Any:
-    """The module of cuda.bindings with its handles, structures and enums, which the simulator takes as well."""
+    """Return the module of cuda.bindings with its handles, structures and enums, which the simulator takes as well."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

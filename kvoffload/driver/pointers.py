@@ -15,17 +15,17 @@ _DEVICE_LOCATION = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 
 
 def pointer_context(driver: Driver, address: int) -> int:
-    """The context that `address` was allocated in; 0 for memory of asynchronous pools and mapped virtual memory."""
+    """Return the context that `address` was allocated in; 0 for memory of asynchronous pools and for mapped memory."""
     return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_CONTEXT", address))
 
 
 def pointer_pool(driver: Driver, address: int) -> int:
-    """The memory pool that `address` was allocated from; 0 for other memory."""
+    """Return the memory pool that `address` was allocated from; 0 for other memory."""
     return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE", address))
 
 
 def mapped_memory_device(driver: Driver, address: int) -> int | None:
-    """The GPU of mapped virtual memory (cuMemCreate and cuMemMap); None if it is host memory.
+    """Return the GPU of mapped virtual memory (cuMemCreate and cuMemMap); None if it is host memory.
 
     "If the address requested is not mapped, the function will fail. The returned handle must be released":
     cuMemRetainAllocationHandle in the CUDA driver API, Virtual Memory Management. `address` may be anywhere in the
@@ -45,13 +45,13 @@ def mapped_memory_device(driver: Driver, address: int) -> int | None:
 
 
 def device_pools(driver: Driver, device: int) -> tuple[int, int]:
-    """The default and the current memory pool of a GPU; both contain its own memory only."""
+    """Return the default and the current memory pool of a GPU; both contain its own memory only."""
     _require(driver, "cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool")
     return int(driver.call("cuDeviceGetDefaultMemPool", device)), int(driver.call("cuDeviceGetMemPool", device))
 
 
 def pool_device(driver: Driver, pool: int) -> int:
-    """The GPU of a memory pool: an attribute that came with CUDA 13."""
+    """Return the GPU of a memory pool: an attribute that came with CUDA 13."""
     kind = _pool_attribute(driver, "CU_MEMPOOL_ATTR_LOCATION_TYPE", pool)
     if kind != _DEVICE_LOCATION:
         raise CapabilityError(f"the memory pool {pool:#x} is in no GPU's memory (location type {kind})")
@@ -59,7 +59,7 @@ def pool_device(driver: Driver, pool: int) -> int:
 
 
 def pool_is_accessible(driver: Driver, pool: int, device: int) -> bool:
-    """Whether a GPU can access the memory of a pool; it always can access that of its own pools."""
+    """Return whether a GPU can access the memory of a pool; it always can access that of its own pools."""
     from cuda.bindings.driver import CUmemLocation, CUmemLocationType
 
     _require(driver, "cuMemPoolGetAccess")

@@ -133,7 +133,7 @@ class FlatTable:
         self._listed_sizes = sizes
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
-        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
+        """Return targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
         pair = self._slices.get((start, stop))
         if pair is None:  # kept, since chunks mostly begin and end at the same places
             if stop > len(self._source_objects) or not self.attributes:
@@ -153,7 +153,7 @@ class FlatTable:
         return targets, sources, sizes if len(sizes) == stop - start else sizes[start:stop]
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
-        """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
+        """Return the addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
         if len(self._given_sizes):  # since the last fill
             self._sizes[: len(self._size_list)] = self._given_sizes
             self._given_sizes = self._sizes[:0]
@@ -161,12 +161,16 @@ class FlatTable:
         return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 
     def raw_attributes(self, order: SourceOrder) -> tuple[int, int]:
-        """Addresses of the attributes with that source order, and of the array that says: from the first copy on."""
+        """Return the addresses of the attributes with that source order, and of the array that says: from the first
+        copy on.
+        """
         return self._attribute_address + order * self._attribute_rows.strides[0], self._indices_address
 
 
 def _more_views(views: list[Any], kind: Any, rows: npt.NDArray[Any], count: int) -> list[Any]:
-    """`views` of the first rows, or a new list that begins with them, twice as long or more, with `count` or more."""
+    """Return `views` of the first rows, or a new list that begins with them, twice as long or more, with `count` or
+    more.
+    """
     if count <= len(views):
         return views
     wanted = min(len(rows), max(count, 2 * len(views), _FEWEST_OBJECTS))

@@ -226,8 +226,8 @@ class Engine(Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """`store` or `load`, by `direction`. Arguments and errors as there; `parts` and `urgent=True` are for loads.
-        ValueError for another direction.
+        """Submit as `store` or `load` does, by `direction`. Arguments and errors as there; `parts` and `urgent=True`
+        are for loads. ValueError for another direction.
         """
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
@@ -283,7 +283,7 @@ class Engine(Generic[_After, _Plan]):
     def submit_locked(
         self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
     ) -> Job:
-        """`submit` for the owner of the slots, see `guard_slots`, which calls it with the lock held.
+        """Submit as `submit` does, for the owner of the slots, see `guard_slots`, which calls it with the lock held.
 
         Nothing asks the owner whether a store may write its slots, and neither blocks nor slots are copied.
 
@@ -303,8 +303,8 @@ class Engine(Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | None = None,
     ) -> _Plan:
-        """What such a transfer would copy, how, and its expected time. Submits nothing. Raises
-        as `store`, apart from what concerns `after`, room and a BlockCache.
+        """Return what such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`, apart
+        from what concerns `after`, room and a BlockCache.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.
@@ -336,7 +336,8 @@ class Engine(Generic[_After, _Plan]):
             deliver(self._reports.notices)
 
     def poll(self) -> list[TransferResult]:
-        """Results of jobs that have ended, in the order in which the engine noticed. Does not wait for the GPU.
+        """Return the results of jobs that have ended, in the order in which the engine noticed. Does not wait for the
+        GPU.
 
         Each job is reported once, failed ones with their `error`. A job is not reported once `wait()`, `result()` or an
         `await` of it has returned, or raised its error. The engine keeps the newest 65,536 results for the next call.
@@ -365,7 +366,7 @@ class Engine(Generic[_After, _Plan]):
         self._callbacks.add(job, callback)
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot: jobs, memory, streams and events now, and totals since the engine was created.
+        """Return a snapshot: jobs, memory, streams and events now, and totals since the engine was created.
 
         A `ShardedEngine` counts a job and its bytes once, and sums memory, streams and events over its devices.
 
@@ -486,8 +487,9 @@ class Engine(Generic[_After, _Plan]):
             guard.check_store(np.concatenate([each.slots for each in requests]) if several else requests[0].slots)
 
     def resolve(self, after: _After) -> Any:
-        """What `after` of several transfers names, for `submit_locked`: its arrays are asked for their producers once,
-        now. `Followed`, for several devices a tuple with one each, or NO_WAIT. A transfer takes it as `after`, too.
+        """Return what `after` of several transfers names, for `submit_locked`: its arrays are asked for their producers
+        once, now. `Followed`, for several devices a tuple with one each, or NO_WAIT. A transfer takes it as `after`,
+        too.
 
         Call it before you take the lock. Raises what `store` raises for `after`.
         """
@@ -496,7 +498,8 @@ class Engine(Generic[_After, _Plan]):
         return after if after is NO_WAIT else self._resolve(after)
 
     def _for_each(self, step: Callable[..., _Result], *columns: Sequence[Any], current: bool = False) -> list[_Result]:
-        """`step(shard, ...)` for every shard, with its element of each column. A note on an exception names the shard.
+        """Call `step(shard, ...)` for every shard, with its element of each column. A note on an exception names the
+        shard.
 
         Args:
             current: make the context of the shard's device current for the step.

@@ -37,7 +37,7 @@ class Waitable(Generic[_R]):
         raise NotImplementedError
 
     def result(self) -> _R:
-        """The same as `wait()` without a timeout."""
+        """Wait as `wait()` does, without a timeout."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
@@ -58,7 +58,9 @@ class Waitable(Generic[_R]):
         self._when_done(self, callback)
 
     def __await__(self) -> Generator[Any, None, _R]:
-        """`wait` in an asyncio task, while the event loop goes on. If the task is cancelled, the work goes on."""
+        """Wait as `wait` does, in an asyncio task, while the event loop goes on. If the task is cancelled, the work
+        goes on.
+        """
         import asyncio
 
         loop = asyncio.get_running_loop()

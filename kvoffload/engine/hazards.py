@@ -45,21 +45,21 @@ class HazardTable:
                 self._divisors[index] = 1 if fine else layout.groups[index].num_blocks
 
     def sharing_memory(self, groups: Iterable[int]) -> list[frozenset[int]]:
-        """The sets of groups that share memory, as far as they contain one of `groups`. A group alone is a set."""
+        """Return the sets of groups that share memory, if they contain one of `groups`. A group alone is a set."""
         wanted = set(groups)
         return [members for members in self._clusters if members & wanted]
 
     def alike(self, group: int) -> bool:
-        """Whether all groups that share memory with this one have the same planes, so equal ids are equal bytes."""
+        """Return whether all groups that share memory with this one have its planes, so equal ids are equal bytes."""
         return group in self._alike
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
-        """Sequence number of the latest transfer of `direction` that touched one of `slots`."""
+        """Return the sequence number of the latest transfer of `direction` that touched one of `slots`."""
         latest = self._stores if direction is STORE else self._loads
         return int(np.maximum.reduce(latest.on_slots[slots], initial=0))
 
     def latest_on_blocks(self, direction: Direction, group: int, blocks: Int64Array) -> int:
-        """Sequence number of the latest transfer of `direction` that touched one of `blocks`."""
+        """Return the sequence number of the latest transfer of `direction` that touched one of `blocks`."""
         latest, divisor = self._stores if direction is STORE else self._loads, self._divisors[group]
         entries = blocks if divisor == 1 else blocks // divisor
         return int(np.maximum.reduce(latest.on_blocks[group][entries], initial=0))
@@ -79,14 +79,14 @@ class HazardTable:
     def record_ahead(
         self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int
     ) -> None:
-        """`record` for a transfer that is not the latest: entries of later ones stay."""
+        """Record as `record` does, for a transfer that is not the latest: entries of later ones stay."""
         latest, divisor = self._stores if direction is STORE else self._loads, self._divisors[group]
         indices = blocks if divisor == 1 else blocks // divisor
         for entries, ids in ((latest.on_slots, slots), (latest.on_blocks[group], indices)):
             entries[ids] = np.maximum(entries[ids], sequence)
 
     def forget_order(self, direction: Direction, ended: int, latest: int) -> None:
-        """The order after `ended` is unknown: act as if the transfer `latest` had touched all that later ones did."""
+        """Act as if the transfer `latest` had touched all that later ones did: the order after `ended` is unknown."""
         for entries in self._entries(direction):
             np.copyto(entries, latest, where=entries > ended)
 
@@ -106,7 +106,7 @@ class _Latest:
 
 
 def _overlapping(groups: tuple[Group, ...]) -> list[list[int]]:
-    """The groups in clusters; groups of different clusters share no byte range."""
+    """Return the groups in clusters; groups of different clusters share no byte range."""
     spans = sorted((plane.address, plane.end, index) for index, group in enumerate(groups) for plane in group.planes)
     cluster = list(range(len(groups)))
     end, owner = 0, 0

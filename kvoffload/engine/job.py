@@ -183,7 +183,7 @@ class Transfer:
             self.step(ERROR)
 
     def mark_lost(self, cause: BaseException) -> None:
-        """The context is lost and nothing runs any more, so the transfer has failed now."""
+        """Fail the transfer now: the context is lost and nothing runs any more."""
         self.fail(cause)
         self.segments.clear()
         self.seconds = math.nan
@@ -465,7 +465,7 @@ class Job(Waitable[TransferResult]):
         return result_of(self._transfer)
 
     def outcome(self) -> TransferResult:
-        """The result of a finished transfer. If it failed, the result has the `error`; nothing is raised.
+        """Return the result of a finished transfer. If it failed, the result has the `error`; nothing is raised.
 
         Raises:
             RuntimeError: the transfer is not known to have ended; call `wait()`, or ask `done`, first.

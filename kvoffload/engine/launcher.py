@@ -184,7 +184,7 @@ class Launcher:
         return True
 
     def _wait_for_places(self, front: Segment, back: Segment, previous: Segment | None) -> None:
-        """Cases 2 and 3 of `_enqueue_piece`; `previous` is the last segment of the piece before it."""
+        """Wait in cases 2 and 3 of `_enqueue_piece`; `previous` is the last segment of the piece before it."""
         place = front.place
         assert place is not None
         if previous is not None and previous.place is not None:  # 2
@@ -199,8 +199,8 @@ class Launcher:
                 self._driver.stream_wait_event(front.stream.handle, segment.event)
 
     def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
-        """The end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The end is
-        `begin` while there is no room.
+        """Return the end, at most `stop`, and the bytes of a segment from `begin` on, under `most_queued_bytes`. The
+        end is `begin` while there is no room.
 
         A segment has at most a quarter of the bound, or one operation, so that the stream has work while the next one
         is queued.
@@ -292,7 +292,7 @@ class Launcher:
             self._driver.stream_wait_event(stream, last.event)
 
     def _mark(self, stream: LaneStream) -> int:
-        """An event behind everything on `stream`."""
+        """Return an event behind everything on `stream`."""
         event = self._markers.idle.pop() if self._markers.idle else self._markers.make()
         try:
             self._driver.event_record(event, stream.handle)
@@ -319,7 +319,7 @@ class Launcher:
 
 
 def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
-    """The stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
+    """Return the stream for the lane's next work; None if the driver's queue has no room for so many places."""
     streams, limit = lane.streams, QUEUE_LIMIT - places
     if kernel:
         return streams[KERNEL_STREAM] if streams[KERNEL_STREAM].places <= limit else None

@@ -216,7 +216,7 @@ def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> bo
 
 
 def _place_ahead(in_flight: InFlight, transfer: Transfer, requests: Requests) -> int:
-    """How many of the waiting loads stay ahead of an urgent one. A load does, with all loads ahead of it,
+    """Return how many of the waiting loads stay ahead of an urgent one. A load does, with all loads ahead of it,
 
     1. if it has begun: some segments are queued on the GPU;
     2. if it is urgent, too: urgent loads keep their order;

@@ -168,7 +168,8 @@ class ArgumentChecks(NamedTuple):
         *options: Any,
         urgent: bool = False,
     ) -> Requests:
-        """A request for each element that has blocks, or a single empty one if none has. All have the same sources.
+        """Return a request for each element that has blocks, or a single empty one if none has. All have the same
+        sources.
 
         Args:
             options: `copier` and `source_order`, as `requests` takes them; for all groups.
@@ -195,7 +196,7 @@ class ArgumentChecks(NamedTuple):
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
-    """The streams and arrays in `after`. Refuses None unless the default stream orders the planes."""
+    """Return the streams and arrays in `after`. Refuses None unless the default stream orders the planes."""
     if isinstance(after, Followed):
         return after.streams
     if after is None and not layout.on_default_stream:
@@ -256,7 +257,7 @@ def refuse_repeated_targets(requests: Requests, scratch: Int64Array, layout: KVL
 
 
 def _repeated(ids: Sequence[Int64Array]) -> int | None:
-    """An id that two of the arrays share. Within an array, ids are distinct."""
+    """Return an id that two of the arrays share. Within an array, ids are distinct."""
     ordered = np.sort(np.concatenate(ids))
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     return int(again[0]) if len(again) else None

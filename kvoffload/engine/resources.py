@@ -123,8 +123,8 @@ class EngineResources:
         )
 
     def usage(self) -> tuple[int, int, int, int, int, int]:
-        """Pinned bytes, staging bytes, streams, streams in use, events, events in use. Inside another call, counted
-        from the truth.
+        """Return pinned bytes, staging bytes, streams, streams in use, events, events in use. Inside another call,
+        counted from the truth.
         """
         in_flight = self.in_flight
         lanes = [queue.lane for queue in in_flight.both]
@@ -141,7 +141,8 @@ class EngineResources:
 
 
 def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> tuple[Any, int | None]:
-    """`num_slots`, or how many slots on all devices fit into `pool_bytes`; and the bytes of a piece if the pool grows.
+    """Return `num_slots`, or how many slots on all devices fit into `pool_bytes`; and the bytes of a piece if the pool
+    grows.
 
     Raises for layouts that are none, too.
     """

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
 from kvoffload.copiers.observed import Forecast
-from kvoffload.copiers.selection import check_prefer, rank
+from kvoffload.copiers.selection import Question, check_prefer, rank
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
@@ -189,8 +189,9 @@ class Shard:
         self._grows = pinned < self.num_slots
 
     def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
-        """The record of a checked transfer, with id `number`, ready to be put in flight. Raises if CUDA does not know a
-        stream, or if the driver fails: nothing is in flight then, and the next call's repair takes the events back.
+        """Return the record of a checked transfer, with id `number`, ready to be put in flight. Raises if CUDA does not
+        know a stream, or if the driver fails: nothing is in flight then, and the next call's repair takes the events
+        back.
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
@@ -257,8 +258,8 @@ class Shard:
         in_flight.consistent = True
 
     def _select(self, requests: Requests, *busy: bool) -> tuple[CopierName, str | Forecast, tuple[Share, ...]]:
-        """The copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes. `busy`: the
-        lanes of the other direction and of this one.
+        """Return the copier of a transfer, why, and what it carries. Of several groups, the copier of most bytes.
+        `busy`: the lanes of the other direction and of this one.
         """
         copiers, request = self.parts.copiers, requests[0]
         why: str | Forecast
@@ -306,7 +307,8 @@ class Shard:
         )
 
     def _source_order(self, requests: Requests) -> SourceOrder:
-        """ANY if that is safe for a load. (Stores always use STREAM: else reads of blocks could overtake the stream.)
+        """Return ANY if that is safe for a load. (Stores always use STREAM: else reads of blocks could overtake the
+        stream.)
 
         Raises:
             ValueError: "any" is asked for while a store to one of the slots is unfinished.
@@ -326,7 +328,7 @@ class Shard:
         return _IN_STREAM_ORDER
 
     def run(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`step(self, *arguments)` with the device's context current."""
+        """Call `step(self, *arguments)` with the device's context current."""
         try:
             with make_current(self.driver, self.context, False):
                 return step(self, *arguments)
@@ -335,7 +337,7 @@ class Shard:
             raise
 
     def report(self, requests: Requests) -> PlanReport:
-        """The PlanReport of a transfer. Under the lock. Makes no driver call."""
+        """Return the PlanReport of a transfer. Under the lock. Makes no driver call."""
         self.check_usable()
         request, copiers, profile = requests[0], self.parts.copiers, self.profile
         refuse_repeated_targets(requests, self._scratch, self.layout, self._hazards)
@@ -348,8 +350,8 @@ class Shard:
             forecast = between[0].expect(between[1], plan.nbytes)
             copier, reason = forecast.copier, str(forecast)
         shape = shape_of(plan)
-        offered = ("pack",) if copiers.coded[request.group] else copiers.offered
-        ranked = rank(shape, offered, profile, self.prefer)
+        offered = {"pack"} if copiers.coded[request.group] else copiers.offered
+        ranked = rank(Question(shape, frozenset(offered), profile, self.prefer))
         others = [each for each in ranked if each.copier != copier]
         return PlanReport(
             direction=shape.direction,
@@ -368,7 +370,7 @@ class Shard:
     # streams and arrays that a transfer follows -------------------------------------------------------------------
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """`WaitStreams.follow`. The context must be current. Do not hold the lock: arrays run their own code."""
+        """Follow as `WaitStreams.follow` does. The context must be current. Without the lock: arrays run their code."""
         token = object()
         try:
             with self.lock:
@@ -379,13 +381,13 @@ class Shard:
             self._following.discard(token)
 
     def resolve(self, after: After) -> Followed:
-        """See `Engine.resolve`. Asks arrays for their producers, so do not hold the lock."""
+        """Resolve as `Engine.resolve` does. Asks arrays for their producers, so do not hold the lock."""
         sources = sources_of(after, self.layout)
         self.device.check_process()
         return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
 
     def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
-        """`follow`, which makes the device's context current if there are arrays."""
+        """Follow as `follow` does, with the device's context made current if there are arrays."""
         if not arrays:
             return Followed(sources)
         try:
@@ -431,7 +433,7 @@ class Shard:
             self.parts.tracker.repair()
 
     def mark_lost(self, error: DriverError) -> None:
-        """If the error says that the CUDA context is lost, fail every transfer in flight and raise TransferError."""
+        """Fail every transfer in flight and raise TransferError, if the error says that the CUDA context is lost."""
         if error.sticky:
             with self.lock:
                 self.parts.tracker.mark_lost(error)
@@ -505,7 +507,7 @@ class Shard:
             raise
 
     def order_all_before(self, stream: int) -> None:
-        """Work queued on `stream` from now on starts after every transfer submitted so far has ended.
+        """Let work queued on `stream` from now on start only after every transfer submitted so far has ended.
 
         Raises:
             CapacityError, TransferError: as `Job.order_before`.
@@ -543,12 +545,12 @@ class Shard:
                 in_flight.consistent = True
 
     def wait_stream(self) -> int:
-        """The handle of the export stream. Importers of device memory wait for it; it waits for transfers only."""
+        """Return the handle of the export stream. Importers of device memory wait for it, and it for transfers only."""
         with self.device.current():
             return self.parts.wait_streams.exported()
 
     def touches(self, address: int, nbytes: int) -> bool:
-        """Whether a plane has bytes in a range of device memory."""
+        """Return whether a plane has bytes in a range of device memory."""
         planes = (plane for group in self.layout.groups for plane in group.planes)
         return any(plane.address < address + nbytes and address < plane.end for plane in planes)
 

@@ -141,7 +141,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
     # submitting ---------------------------------------------------------------------------------------------------
 
     def _requests(self, direction: Direction, blocks: Ids, slots: Ids, *more: Any, **options: Any) -> list[Requests]:
-        """`ArgumentChecks.requests` of each device; `after` is for all devices."""
+        """Return `ArgumentChecks.requests` of each device; `after` is for all devices."""
         group, first_sub_block, after, *others = more
         read = blocks, slots
 
@@ -180,8 +180,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         return self._submit(requests, locked=True)
 
     def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
-        """A transfer in the steps that the head of this file lists. `locked`: the owner of the slots calls it with
-        the lock held.
+        """Submit a transfer in the steps that the head of this file lists. `locked`: the owner of the slots calls it
+        with the lock held.
         """
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
@@ -251,7 +251,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             self._settle()
 
     def _repair(self) -> None:
-        """After an interrupted submission: fail the transfers that it did not put in flight. May be interrupted."""
+        """Fail the transfers that an interrupted submission did not put in flight. May be interrupted."""
         in_flight = self._in_flight
         if in_flight.consistent:
             return
@@ -305,7 +305,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
             shard.order_before(transfer, handle, part, raise_error=True)
 
     def _after_of_each(self, given: Any) -> Sequence[Any]:
-        """The `after` of each device. None and NO_WAIT are for all."""
+        """Return the `after` of each device. None and NO_WAIT are for all."""
         if given is None or given is NO_WAIT:
             return (given,) * len(self._shards)
         source = ""

@@ -22,14 +22,15 @@ class Tracer(Protocol):
     """What you give to `set_tracer`: any object with these two methods. You need not derive from this class."""
 
     def on_submit(self, job: Job) -> Any:
-        """A transfer is in flight. The value that you return comes back as `started` of `on_end`: a span, a time.
+        """Note that a transfer is in flight. The value that you return comes back as `started` of `on_end`: a span, a
+        time.
 
         The submitting thread calls it with the engine's lock held. Return soon, do not wait for a thread that uses the
         engine or its cache, and do not submit transfers.
         """
 
     def on_end(self, started: Any, result: TransferResult) -> object:
-        """The transfer has ended, well or not: `result.error` says which.
+        """Note that the transfer has ended, well or not: `result.error` says which.
 
         It is called without the engine's lock, in the thread of a call that asks the GPU, such as the engine's `poll`,
         or `wait` of an unfinished job. If a submission found the end, the next such call in any thread calls it, maybe
@@ -54,7 +55,7 @@ current: Tracer | None = None  # read by every submission
 
 
 def set_tracer(tracer: Tracer | None) -> Tracer | None:
-    """From now on `tracer` follows every transfer that is submitted to any engine in this process; None ends that.
+    """Have `tracer` follow every transfer that is submitted to any engine in this process from now on; None ends that.
 
     Each store or load that copies something calls `started = tracer.on_submit(job)` when it is submitted, and
     `tracer.on_end(started, result)` of the same tracer when the engine finds that it has ended. A transfer of a

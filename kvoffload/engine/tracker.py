@@ -54,7 +54,7 @@ class Tracker:
         in_flight.consistent = True
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Whether a transfer has ended. Its ended segments make room at once.
+        """Return whether a transfer has ended. Its ended segments make room at once.
 
         Raises:
             DriverError: the CUDA context is lost.
@@ -154,7 +154,7 @@ class Tracker:
                 self._reports.notices.append(Notice(logging.WARNING, text))
 
     def mark_lost(self, error: Exception) -> None:
-        """The context is lost and nothing runs any more: fail every transfer in flight."""
+        """Fail every transfer in flight: the context is lost and nothing runs any more."""
         in_flight = self._in_flight
         if in_flight.lost is None:
             text = f"the CUDA context is lost with {in_flight.count} transfers in flight, which fail: {error}"
@@ -171,8 +171,8 @@ class Tracker:
                 queue.transfers.popleft()
 
     def repair(self) -> None:
-        """A call was interrupted: compute everything again from the transfers in flight. If an interrupt hits this,
-        too, the next call starts it again. The cases:
+        """Compute everything again from the transfers in flight, after a call was interrupted. If an interrupt hits
+        this, too, the next call starts it again. The cases:
 
         1. The context is lost, and some transfers are not failed yet: fail them.
         2. A finished transfer is still in its queue. Only that step was missing, so take it out.

@@ -54,7 +54,7 @@ class FollowedPerDevice(Protocol):
     """An object with an `after` value for each device, such as `kvoffload.jax.OwnedCache`."""
 
     def after(self) -> Sequence[After]:
-        """A list or tuple with the `after` value of each device, in their order.
+        """Return a list or tuple with the `after` value of each device, in their order.
 
         A submission calls it without the engine's lock. If it raises, nothing is submitted.
         """
@@ -65,7 +65,7 @@ ShardedAfter: TypeAlias = Sequence[After] | FollowedPerDevice | NoWait | None
 
 
 def as_sources(after: After) -> tuple[Source, ...]:
-    """The streams and arrays in `after`. None is the legacy default stream; NO_WAIT gives an empty tuple.
+    """Return the streams and arrays in `after`. None is the legacy default stream; NO_WAIT gives an empty tuple.
 
     Raises:
         TypeError: something else is in it.
@@ -117,7 +117,8 @@ class WaitStreams:
         return len(self._handles) + len(self._exported)
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """The given streams, and one wait stream for all arrays. If all wait streams are busy, the host waits for one.
+        """Return the given streams, and one wait stream for all arrays. If all wait streams are busy, the host waits
+        for one.
 
         Raises:
             TypeError: an array is in host memory (on a simulated device: is not).
@@ -159,7 +160,7 @@ class WaitStreams:
         return followed
 
     def exported(self) -> int:
-        """The export stream, see `Shard.wait_stream`."""
+        """Return the export stream, see `Shard.wait_stream`."""
         refuse_nested(self._lock, "wait_stream")
         with self._lock:
             if self._closed:
@@ -169,7 +170,7 @@ class WaitStreams:
             return int(self._exported[0])
 
     def _reserve(self, user: Followed) -> int:
-        """An idle wait stream, reserved until `user` is garbage."""
+        """Return an idle wait stream, reserved until `user` is garbage."""
         begin = time.perf_counter()
         while True:
             with self._lock:

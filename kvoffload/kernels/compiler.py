@@ -130,7 +130,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cud
 
 
 def triton_version() -> str | None:
-    """The version of the installed Triton, without importing it; None if none is installed."""
+    """Return the version of the installed Triton, without importing it; None if none is installed."""
     from importlib import metadata
 
     for name in _DISTRIBUTIONS:
@@ -142,7 +142,7 @@ def triton_version() -> str | None:
 
 
 def require_triton() -> Any:
-    """Triton, imported; CapabilityError if that fails. Before 3.3 its interpreter gave wrong results: refused."""
+    """Import Triton; CapabilityError if that fails. Before 3.3 its interpreter gave wrong results: refused."""
     try:
         import triton
     except Exception as error:  # a Triton for another Python or machine raises more than ImportError
@@ -190,7 +190,7 @@ def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
 
 
 def _essence(error: Exception) -> str:
-    """The most informative line of a message: Triton quotes whole programs, and ptxas its command line."""
+    """Return the most informative line of a message: Triton quotes whole programs, and ptxas its command line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = [line for line in lines if "fatal" in line]
     errors = [line for line in lines if "rror" in line]

@@ -36,26 +36,20 @@ _FREE_SHARED_BYTES = 48 << 10
 
 
 def why_not(capabilities: Capabilities) -> str | None:
-    """Why a device can launch no kernel; None if no reason is known before one is loaded."""
+    """Return why a device can launch no kernel; None if no reason is known before one is loaded."""
     if not capabilities.kernels:
         return capabilities.missing["kernels"]
     return no_triton() if triton_version() is None else None
 
 
 def load_kernel(
-    driver: Driver,
-    capabilities: Capabilities,
-    spec: KernelSpec,
-    *,
-    cache_folder: Path | None = None,
-    modules: list[Any] | None = None,
+    driver: Driver, capabilities: Capabilities, spec: KernelSpec, *, modules: list[Any] | None = None
 ) -> LoadedKernel:
     """Load a kernel into the current context, compiling it if it is not in the cache folder.
 
     Args:
         driver, capabilities: of the device whose context is current.
         spec: names the kernel.
-        cache_folder: instead of the user's cache folder.
         modules: the module's handle is appended here, and the caller unloads it, also after an error. None: the
             kernel's `close` unloads it, and after an error nothing stays loaded.
 
@@ -65,7 +59,7 @@ def load_kernel(
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
-    compiled = machine_code(driver, capabilities, spec, cache_folder)
+    compiled = machine_code(driver, capabilities, spec)
     if compiled.shared_bytes > capabilities.max_shared_bytes:
         raise CapabilityError(
             f"{spec} needs {compiled.shared_bytes} bytes of shared memory in a block, and this GPU has "
@@ -89,12 +83,10 @@ def load_kernel(
         ) from error
 
 
-def machine_code(
-    driver: Driver, capabilities: Capabilities, spec: KernelSpec, cache_folder: Path | None = None
-) -> Compiled:
-    """A kernel as this driver loads it. For the simulated driver that is its name: Triton's interpreter runs it."""
+def machine_code(driver: Driver, capabilities: Capabilities, spec: KernelSpec) -> Compiled:
+    """Return a kernel as this driver loads it: for the simulated one its name, since Triton's interpreter runs it."""
     if not driver.simulated:
-        return compiled_kernel(spec, capabilities.compute_capability, cache_folder, cuda=capabilities.driver_version[0])
+        return compiled_kernel(spec, capabilities.compute_capability, cuda=capabilities.driver_version[0])
     from kvoffload.simulator.kernels import IMAGE_SHARED_BYTES, pack
 
     require_triton()
@@ -162,19 +154,16 @@ _FORMAT = 2
 _MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
-def compiled_kernel(
-    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
-) -> Compiled:
-    """A kernel from the cache folder, or compiled and then written there.
+def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Compiled:
+    """Return a kernel from the cache folder, or compiled and then written there.
 
     Args:
         spec, compute_capability, cuda: as for `compile_kernel`.
-        folder: instead of `cachefiles.cache_folder()`.
 
     Raises:
         CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
-    path = kernel_path(spec, compute_capability, folder, cuda=cuda)
+    path = kernel_path(spec, compute_capability, cuda=cuda)
     content = cachefiles.read_own(path)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
@@ -184,10 +173,8 @@ def compiled_kernel(
     return compiled
 
 
-def kernel_path(
-    spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None, *, cuda: int = 13
-) -> Path:
-    """The file of a kernel, named after all that the machine code depends on; found without importing Triton."""
+def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], *, cuda: int = 13) -> Path:
+    """Return the file of a kernel, named after all that the machine code depends on; found without importing Triton."""
     version = triton_version()
     if version is None:
         raise CapabilityError(no_triton())
@@ -197,12 +184,11 @@ def kernel_path(
     assembler = [cuda < 13, named, changed]
     parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS, assembler]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    base = cachefiles.cache_folder() if folder is None else folder
-    return base / "kernels" / f"{digest}.json"
+    return cachefiles.cache_folder() / "kernels" / f"{digest}.json"
 
 
 def _source(module: str) -> str:
-    """The text of a module that need not be imported for it."""
+    """Return the text of a module that need not be imported for it."""
     found = importlib.util.find_spec(module)
     loader: Any = None if found is None else found.loader
     text = None if loader is None else loader.get_source(module)
@@ -217,7 +203,7 @@ def _pack(compiled: Compiled, path: Path) -> bytes:
 
 
 def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
-    """The kernel that `_pack` wrote for this path; None for any other content."""
+    """Return the kernel that `_pack` wrote for this path; None for any other content."""
     try:
         document = json.loads(content)
         fields = document["kernel"]

@@ -25,16 +25,16 @@ class DescribesItself(Protocol):
     """An array of kvoffload's own, which can be described without DLPack: `kvoffload.DeviceArray`."""
 
     def array_view(self) -> ArrayView:
-        """Where the elements lie. ClosedError if the memory has been freed."""
+        """Return where the elements lie. ClosedError if the memory has been freed."""
 
 
 def is_jax_array(array: object) -> bool:
-    """Whether JAX owns an array: it computes on streams that the legacy default stream does not order."""
+    """Return whether JAX owns an array: it computes on streams that the legacy default stream does not order."""
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
-    """The name of the arrays' type of elements; None if they differ, or have none that has a name."""
+    """Return the name of the arrays' type of elements; None if they differ, or have none that has a name."""
     try:
         names = {dtype_name(getattr(array, "dtype", None)) for array in arrays}
     except LayoutError:
@@ -43,7 +43,7 @@ def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
 
 
 def leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
-    """The arrays of a tree, with their names for messages; those of a dict in the order of its sorted keys."""
+    """Return the arrays of a tree, with their names for messages; those of a dict in the order of its sorted keys."""
     if not isinstance(tree, Mapping | list | tuple):
         return [(name, tree)]
     nodes = [(key, tree[key]) for key in sorted(tree)] if isinstance(tree, Mapping) else enumerate(tree)
@@ -51,7 +51,7 @@ def leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: SupportsIndex = 0) -> Plane:
-    """The plane behind an array with one block axis that lies where `view` says; it keeps `owner` alive.
+    """Return the plane behind an array with one block axis that lies where `view` says; it keeps `owner` alive.
 
     Raises:
         LayoutError: empty, or not contiguous within a block; the message begins with `name`. `block_axis` is no axis.
@@ -71,12 +71,14 @@ def memory_order(view: ArrayView, axes: Sequence[int]) -> list[int]:
 
 
 def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: SupportsIndex, owner: object) -> list[Plane]:
-    """The planes of an array that lies where `view` says; they keep `owner` alive.
+    """Return the planes of an array that lies where `view` says; they keep `owner` alive.
 
     Raises:
         LayoutError: axes that are out of range or the same, or blocks that are not contiguous.
     """
-    planes_at, blocks_at = checked_axes(view.shape, plane_axis, block_axis)
+    planes_at, blocks_at = _axis("plane_axis", plane_axis, view.shape), _axis("block_axis", block_axis, view.shape)
+    if planes_at == blocks_at:
+        raise LayoutError(f"plane_axis and block_axis must differ, both are {planes_at}")
     rest = [axis for axis in range(len(view.shape)) if axis != planes_at]
     shape, strides = (tuple(values[axis] for axis in rest) for values in (view.shape, view.strides))
     return [
@@ -90,14 +92,6 @@ def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: Suppo
     ]
 
 
-def checked_axes(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, int]:
-    """Both as numbers from 0; LayoutError if one is no axis of `shape`, or they are the same."""
-    planes_at, blocks_at = _axis("plane_axis", plane_axis, shape), _axis("block_axis", block_axis, shape)
-    if planes_at == blocks_at:
-        raise LayoutError(f"plane_axis and block_axis must differ, both are {planes_at}")
-    return planes_at, blocks_at
-
-
 def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
     try:
         number = operator.index(axis)
@@ -109,8 +103,8 @@ def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
 
 
 def view_of(array: Any, name: str) -> ArrayView:
-    """Where a device array lies. In this order: an array of kvoffload's says so itself; `__cuda_array_interface__`,
-    unless it is JAX's, which calls every array read-only; DLPack.
+    """Return where a device array lies. In this order: an array of kvoffload's says so itself;
+    `__cuda_array_interface__`, unless it is JAX's, which calls every array read-only; DLPack.
 
     Raises:
         LayoutError: not an array in GPU memory, or read-only; the message begins with `name`.
@@ -155,7 +149,7 @@ def view_of(array: Any, name: str) -> ArrayView:
 
 
 def _plane(view: ArrayView, block_axis: int, name: str, owner: object) -> Plane:
-    """A plane over one array; everything but the block axis must be one contiguous range."""
+    """Return a plane over one array; everything but the block axis must be one contiguous range."""
     inner = sorted(
         (view.strides[axis], view.shape[axis])
         for axis in range(len(view.shape))

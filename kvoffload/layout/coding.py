@@ -64,11 +64,11 @@ class Coding(NamedTuple):
         return self.chunk_bytes * RECORD_PART // CHUNK_PARTS
 
     def coded(self, nbytes: int) -> int:
-        """The bytes that so many bytes of whole chunks take."""
+        """Return the bytes that so many bytes of whole chunks take."""
         return nbytes // self.chunk_bytes * self.record_bytes
 
     def encode(self, blocks: NDArray[np.uint16]) -> tuple[UInt8Array, NDArray[np.bool_]]:
-        """The records of whole chunks, uint8, (chunks, record_bytes), and whether each fits: bool, (chunks,)."""
+        """Return the records of whole chunks, uint8, (chunks, record_bytes), and whether each fits: bool, (chunks,)."""
         values = np.ascontiguousarray(blocks).reshape(-1, self.values)
         exponents = (values >> 7 & 0xFF).astype(np.int16)
         top = exponents.max(axis=1)
@@ -94,8 +94,8 @@ class Coding(NamedTuple):
         return records, fits
 
     def decode(self, records: UInt8Array) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
-        """The values of records, uint16, (chunks, values), and whether each was one that fits. (The values of one that
-        did not are meaningless.)
+        """Return the values of records, uint16, (chunks, values), and whether each was one that fits. (The values of
+        one that did not are meaningless.)
         """
         records = np.ascontiguousarray(records).reshape(-1, self.record_bytes)
         mantissas, halves, rest = np.split(records.astype(np.uint16), self._ends, axis=1)
@@ -119,7 +119,7 @@ def _codes(exponents: NDArray[np.int16], top: NDArray[np.int16]) -> NDArray[np.u
 
 
 def coding_of(widths: Sequence[int], name: str) -> Coding:
-    """The coding of blocks of so many bytes in each plane.
+    """Return the coding of blocks of so many bytes in each plane.
 
     Raises:
         LayoutError: they are not whole chunks.

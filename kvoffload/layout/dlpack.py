@@ -27,7 +27,7 @@ class ArrayView(NamedTuple):
 
 
 def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one element to the next along each axis of a C-contiguous array."""
+    """Return the bytes from one element to the next along each axis of a C-contiguous array."""
     return tuple(itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
 
 
@@ -47,7 +47,7 @@ class _WithStream:
 
 
 def view_dlpack(array: Any, stream: int | None) -> ArrayView:
-    """The place of an array with `__dlpack__` in memory, which the result does not keep alive.
+    """Return the place of an array with `__dlpack__` in memory, which the result does not keep alive.
 
     Args:
         stream: a CUstream handle, which the array's library makes wait until the array is computed; -1: it makes no
@@ -75,7 +75,8 @@ def export_dlpack(
     owner: object,
     max_version: tuple[int, int] | None,
 ) -> Any:
-    """A DLPack capsule over C-contiguous GPU memory; it keeps `owner` alive. The memory's context must be current.
+    """Return a DLPack capsule over C-contiguous GPU memory; it keeps `owner` alive. The memory's context must be
+    current.
 
     Args:
         max_version: the newest version of DLPack that the consumer knows, or None for the unversioned protocol.

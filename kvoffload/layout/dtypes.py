@@ -19,7 +19,7 @@ _ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dtype_name(dtype: DTypeLike | None) -> str:
-    """The one spelling of an element's type: numpy's name, with ">" before it if it is big-endian.
+    """Return the one spelling of an element's type: numpy's name, with ">" before it if it is big-endian.
 
     Args:
         dtype: anything that numpy takes as a dtype. For another object or string ("bfloat16" without ml_dtypes,
@@ -42,7 +42,7 @@ def dtype_name(dtype: DTypeLike | None) -> str:
 
 
 def element_bytes(name: str) -> int:
-    """Bytes of an element of a type.
+    """Return the bytes of an element of a type.
 
     Args:
         name: what `dtype_name` returns.

@@ -189,7 +189,7 @@ def fold_group(
 
 
 def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> list[_Row]:
-    """The rows of a block of some planes, whose indices ascend."""
+    """Return the rows of a block of some planes, whose indices ascend."""
     rows: list[_Row] = []
     for index in planes:
         plane, offset, step = group.planes[index], int(group.host_offsets[index]), int(group.host_steps[index])
@@ -239,7 +239,9 @@ def _find_folds(points: list[tuple[int, int]], width: int) -> list[PlaneFold]:
 
 
 def describe_fold(groups: Sequence[FoldedGroup]) -> str:
-    """How groups fold: '64 planes fold into 1 operation a block' or '3 planes do not fold (3 operations a block)'."""
+    """Return how groups fold: '64 planes fold into 1 operation a block' or '3 planes do not fold (3 operations a
+    block)'.
+    """
     texts = []
     for group in groups:
         operations = f"{group.folds} operation{'' if group.folds == 1 else 's'} a block"

@@ -17,7 +17,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
-    """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
+    """Return a copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
     The result never shares memory with `ids`: a transfer may read it long after the call has returned.
 
@@ -73,7 +73,7 @@ def _of_range(name: str, ids: range, limit: int) -> Int64Array:
 
 
 def _of_others(name: str, ids: Ids) -> np.ndarray[Any, Any]:
-    """An array of whatever numpy can convert, except where it would take masked values or booleans for ids."""
+    """Return an array of whatever numpy can convert, except where it would take masked values or booleans for ids."""
     if isinstance(ids, np.ma.MaskedArray):
         raise LayoutError(
             f"{name} is a masked array, whose masked values are no ids; pass an array without a mask, such as "

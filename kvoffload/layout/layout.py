@@ -137,7 +137,8 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group, with a plane for each array. Nothing is copied; the layout keeps the arrays alive.
+        """Return a layout of one group, with a plane for each array. Nothing is copied; the layout keeps the arrays
+        alive.
 
         Args:
             arrays: arrays in GPU memory with `__cuda_array_interface__` or `__dlpack__`: CuPy, JAX, Numba, cuda.core,
@@ -185,8 +186,8 @@ class KVLayout(HtmlRepresentation):
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
-        """A layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the array
-        alive.
+        """Return a layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the
+        array alive.
 
         A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
         is block-major, `(blocks, planes, ...)`, which is faster, above all for small transfers; one row for each plane
@@ -217,8 +218,8 @@ class KVLayout(HtmlRepresentation):
 
     @classmethod
     def from_tree(cls, arrays: Any, *, axes: Sequence[str], blocks_per_slot: SupportsIndex = 1) -> KVLayout:
-        """A layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a layer,
-        say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
+        """Return a layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a
+        layer, say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
             arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
@@ -277,7 +278,7 @@ class KVLayout(HtmlRepresentation):
         )
 
     def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
-        """A layout of the same planes whose slots are coded so; see `KVLayout`. Raises LayoutError as that does."""
+        """Return a layout of the same planes with slots coded so; see `KVLayout`. Raises LayoutError as that does."""
         return KVLayout(
             [group.planes for group in self.groups],
             blocks_per_slot=self.blocks_per_slot,
@@ -326,8 +327,8 @@ class KVLayout(HtmlRepresentation):
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
-        first slot. The numbers are not checked.
+        """Return how many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0,
+        of its first slot. The numbers are not checked.
         """
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
@@ -389,7 +390,7 @@ def _with_length(name: str) -> bytes:
 
 
 def describe_groups(layout: KVLayout) -> str:
-    """The groups of a layout in words, for a repr: planes x block bytes, blocks, device order, blocks per slot.
+    """Return the groups of a layout in words, for a repr: planes x block bytes, blocks, device order, blocks per slot.
 
     It names the order of the slots only if that differs from the device's and changes the bytes.
     """
@@ -480,7 +481,7 @@ class ShardedLayout:
     def from_stacked(
         cls, arrays: Sequence[GpuArray], *, plane_axis: SupportsIndex, block_axis: SupportsIndex, **options: Any
     ) -> ShardedLayout:
-        """A layout of one group from one array per device. Nothing is copied; the layout keeps the arrays alive.
+        """Return a layout of one group from one array per device. Nothing is copied; the layout keeps the arrays alive.
 
         Args:
             arrays: a list or tuple of arrays for `KVLayout.from_stacked`, in the order of the engine's devices. All
@@ -526,8 +527,8 @@ class ShardedLayout:
         return ShardedLayout([layout.with_codec(codec) for layout in self.layouts])
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
-        """How many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0, of its
-        first slot, the same on every device. The numbers are not checked.
+        """Return how many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0,
+        of its first slot, the same on every device. The numbers are not checked.
         """
         return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 
@@ -536,7 +537,7 @@ class ShardedLayout:
 
 
 def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """The properties that two layouts must have in common: name, and both values."""
+    """Return the properties that two layouts must have in common: name, and both values."""
     yield "num_groups", layout.num_groups, first.num_groups
     for number, (mine, other) in enumerate(zip(layout.groups, first.groups, strict=True)):
         yield f"groups[{number}].num_blocks", mine.num_blocks, other.num_blocks

@@ -21,8 +21,8 @@ SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
 MAX_SLOT_BYTES = 1 << 40  # of one slot: 1 TiB is far beyond any use, and sums of such sizes stay far below 2**63
 
 
-def positive(name: str, value: SupportsIndex, limit: int = INTEGER_LIMIT) -> int:
-    """`value` as an int in `[1, limit)`.
+def positive(name: str, value: SupportsIndex) -> int:
+    """Return `value` as an int in `[1, 2**63)`.
 
     Args:
         value: an integer of Python or numpy, or a `cuda.bindings.driver.CUdeviceptr`.
@@ -36,9 +36,8 @@ def positive(name: str, value: SupportsIndex, limit: int = INTEGER_LIMIT) -> int
             number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
         except (TypeError, ValueError):
             pass
-    if not 1 <= number < limit:
-        bound = f"2**{limit.bit_length() - 1}"
-        raise LayoutError(f"{name} must be an integer of at least 1 and below {bound}, got {shown(value)}")
+    if not 1 <= number < INTEGER_LIMIT:
+        raise LayoutError(f"{name} must be an integer of at least 1 and below 2**63, got {shown(value)}")
     return number
 
 
@@ -137,7 +136,7 @@ def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str)
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:
-    """True if all planes have the same stride and use different bytes in it. False proves nothing."""
+    """Return True if all planes have the same stride and use different bytes in it. False proves nothing."""
     stride = planes[0].block_stride
     if any(plane.block_stride != stride for plane in planes):
         return False
@@ -147,7 +146,7 @@ def _interleaved(planes: Sequence[Plane]) -> bool:
 
 
 def share_bytes(low: Plane, high: Plane) -> bool:
-    """Whether two planes share a byte, if their ranges overlap and `low` begins first."""
+    """Return whether two planes share a byte, if their ranges overlap and `low` begins first."""
     if low.block_stride != high.block_stride:
         return True
     shift = (high.address - low.address) % low.block_stride

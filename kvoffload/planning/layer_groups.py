@@ -23,7 +23,7 @@ _WANTED = "parts must be None, a number of parts, or for each part the indices o
 
 
 def as_parts(parts: PartsLike, num_planes: int) -> Parts | None:
-    """The planes of each part; None if there is only one part.
+    """Return the planes of each part; None if there is only one part.
 
     Args:
         parts: None; or a number of equal parts, in the order of the planes; or the indices of the planes of each part.

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +40,7 @@ class Direction(enum.StrEnum):
 STORE, LOAD = Direction.STORE, Direction.LOAD  # looking a member up in its enum takes 0.1 us
 
 
+@dataclass(slots=True, eq=False)
 class BlockPlan:
     """Copies between block `blocks[i]` of a group's planes and sub-block `sub_block[i]` of the slot at
     `slot_address[i]`. Immutable; `cut` shares its arrays.
@@ -53,53 +56,32 @@ class BlockPlan:
         part_ends: empty, since a block has planes of all parts; see `TransferPlan.part_ends`.
     """
 
-    __slots__ = (
-        "_merged",
-        "blocks",
-        "direction",
-        "group",
-        "group_index",
-        "nbytes",
-        "slot_address",
-        "slots",
-        "sub_block",
-    )
-    part_ends: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        direction: Direction,
-        group: FoldedGroup,
-        group_index: int,
-        blocks: Int64Array,
-        slots: Int64Array,
-        slot_address: UInt64Array,
-        sub_block: Int64Array | None,
-    ) -> None:
-        self.direction = direction
-        self.group = group
-        self.group_index = group_index
-        self.blocks = blocks
-        self.slots = slots
-        self.slot_address = slot_address
-        self.sub_block = sub_block
-        self.nbytes = group.bytes_per_block * len(blocks)
-        self._merged: tuple[Int64Array, Int64Array] | None = None
+    direction: Direction
+    group: FoldedGroup
+    group_index: int
+    blocks: Int64Array
+    slots: Int64Array
+    slot_address: UInt64Array
+    sub_block: Int64Array | None
+    nbytes: int
+    _merged: tuple[Int64Array, Int64Array] | None = None
+    part_ends: ClassVar[tuple[int, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def cut(self, start: int, stop: int) -> BlockPlan:
-        """The plan of blocks `[start, stop)`; it shares memory."""
+        """Return the plan of blocks `[start, stop)`; it shares memory."""
         if start == 0 and stop >= len(self.blocks):
             return self
         cut = slice(start, stop)
         sub_block = None if self.sub_block is None else self.sub_block[cut]
-        of, slots, address = (self.direction, self.group, self.group_index), self.slots[cut], self.slot_address[cut]
-        return BlockPlan(*of, self.blocks[cut], slots, address, sub_block)
+        of, blocks = (self.direction, self.group, self.group_index), self.blocks[cut]
+        nbytes = self.group.bytes_per_block * len(blocks)
+        return BlockPlan(*of, blocks, self.slots[cut], self.slot_address[cut], sub_block, nbytes)
 
     def count(self) -> tuple[int, int]:
-        """How many strided operations `operations` returns, and how many rows these have together."""
+        """Return how many strided operations `operations` returns, and how many rows these have together."""
         operations = rows = 0
         for each in self.group.classes:
             starts = len(self.blocks)
@@ -110,8 +92,8 @@ class BlockPlan:
         return operations, rows
 
     def operations(self) -> TransferPlan:
-        """Strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot merge
-        into wider rows.
+        """Return strided operations, one for each fold and block, in the order of the parts. Adjacent blocks of a slot
+        merge into wider rows.
         """
         classes, single = self.group.classes, self.group.single
         # 1. One fold, one block a slot, as in most transfers. Few numpy calls, no reshaping.
@@ -141,7 +123,7 @@ class BlockPlan:
         return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
-        """The six columns for the folds of one class: fold after fold, each with all blocks in their order."""
+        """Return the six columns for the folds of one class: fold after fold, each with all blocks in their order."""
         blocks, slot_address, sub_block = self.blocks, self.slot_address.view(np.int64), self.sub_block
         width = folds.width_column
         if sub_block is not None:
@@ -162,7 +144,7 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The start and the length of each run of blocks that are adjacent on both sides.
+        """Return the start and the length of each run of blocks that are adjacent on both sides.
 
         Blocks of two slots never merge, even if the slots are full and adjacent: the driver refuses a copy across two
         registered ranges of the pool, and a plan does not know the ranges.
@@ -184,6 +166,7 @@ class BlockPlan:
         return f"BlockPlan({self.direction}, {place}, {self.nbytes} bytes)"
 
 
+@dataclass(slots=True, eq=False)
 class TransferPlan:
     """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`. Immutable.
 
@@ -195,37 +178,14 @@ class TransferPlan:
         source, target: the device and host addresses, by direction.
     """
 
-    __slots__ = (
-        "device_address",
-        "device_pitch",
-        "direction",
-        "height",
-        "host_address",
-        "host_pitch",
-        "part_ends",
-        "width",
-    )
-
-    def __init__(
-        self,
-        direction: Direction,
-        device_address: UInt64Array,
-        host_address: UInt64Array,
-        width: UInt64Array,
-        height: UInt64Array,
-        device_pitch: UInt64Array,
-        host_pitch: UInt64Array,
-        *,
-        part_ends: tuple[int, ...] = (),
-    ) -> None:
-        self.direction = direction
-        self.device_address = device_address
-        self.host_address = host_address
-        self.width = width
-        self.height = height
-        self.device_pitch = device_pitch
-        self.host_pitch = host_pitch
-        self.part_ends = part_ends
+    direction: Direction
+    device_address: UInt64Array
+    host_address: UInt64Array
+    width: UInt64Array
+    height: UInt64Array
+    device_pitch: UInt64Array
+    host_pitch: UInt64Array
+    part_ends: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.device_address)
@@ -243,7 +203,7 @@ class TransferPlan:
         return bool(np.logical_and.reduce(self.height == 1))
 
     def cut(self, start: int, stop: int) -> TransferPlan:
-        """The plan of operations `[start, stop)` of one part; it shares memory."""
+        """Return the plan of operations `[start, stop)` of one part; it shares memory."""
         if start == 0 and stop >= len(self.device_address):
             return self
         cut = slice(start, stop)
@@ -251,7 +211,7 @@ class TransferPlan:
         return TransferPlan(self.direction, *(column if len(column) == 1 else column[cut] for column in columns))
 
     def flat(self) -> TransferPlan:
-        """The same bytes with one row per operation."""
+        """Return the same bytes with one row per operation."""
         # 1. Every operation is one row already. The first test is true for most transfers, and costs no call.
         if self.height is _ONE or self.is_flat:
             return self
@@ -281,7 +241,7 @@ class TransferPlan:
 
 
 def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """The operations of several plans in a row. All have one part and the same direction."""
+    """Return the operations of several plans in a row. All have one part and the same direction."""
     sizes = [len(plan) for plan in plans]
 
     def column(name: str) -> UInt64Array:
@@ -301,7 +261,7 @@ def joined(plans: Sequence[TransferPlan]) -> TransferPlan:
 def addresses_of_slots(
     layout: KVLayout, pool_address: int, num_slots: int, slot_stride: int | None = None
 ) -> UInt64Array:
-    """Host addresses of the slots, uint64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
+    """Return the host addresses of the slots, uint64, (num_slots,). A look-up takes a fifth of the arithmetic's time.
 
     Args:
         slot_stride: bytes from slot to slot; None: `slot_bytes`.
@@ -335,4 +295,5 @@ def build(
         position = np.arange(first_sub_block, first_sub_block + len(blocks))
         index, sub_block = np.divmod(position, factor)
         slots = slots[index]
-    return BlockPlan(direction, group, group_index, blocks, slots, slot_addresses[slots], sub_block)
+    nbytes = group.bytes_per_block * len(blocks)
+    return BlockPlan(direction, group, group_index, blocks, slots, slot_addresses[slots], sub_block, nbytes)

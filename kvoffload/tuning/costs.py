@@ -86,7 +86,7 @@ class Curve(NamedTuple):
 
 
 def along(points: Sequence[float], values: Sequence[float], x: float) -> float:
-    """The value at `x` on the straight lines through `(points, values)`, points ascending.
+    """Return the value at `x` on the straight lines through `(points, values)`, points ascending.
 
     Beyond the last point the last line goes on, but never falls. Below the first point the first line goes on, but
     stays between a constant and a proportional cost. With a single point the cost is proportional.
@@ -111,7 +111,7 @@ class FlatCosts:
     curves: tuple[Curve, ...]
 
     def seconds(self, nbytes: float, count: float) -> float:
-        """For `count` copies of `nbytes` each."""
+        """Return the seconds for `count` copies of `nbytes` each."""
         curves = self.curves
         if len(curves) == 1:
             return curves[0].at(count) * nbytes / curves[0].nbytes
@@ -151,7 +151,7 @@ class Costs:
     flat: dict[str, FlatCosts] = field(default_factory=dict)
 
     def seconds(self, copier: CopierName, shape: Shape) -> float:
-        """Expected seconds; infinity for a copier that was not measured.
+        """Return the expected seconds; infinity for a copier that was not measured.
 
         Never less than `shape.nbytes / link`, whatever the straight lines say.
         """

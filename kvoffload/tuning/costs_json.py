@@ -18,7 +18,7 @@ _MOST = 10**15  # of any number in a profile: far beyond what is measured, and s
 
 
 def pretty(value: Any, indent: int = 0) -> str:
-    """JSON with what fits on a line on one line."""
+    """Return JSON with what fits on a line on one line."""
     text = json.dumps(value)
     if not isinstance(value, dict) or len(text) + indent <= _LINE:
         return text
@@ -63,7 +63,7 @@ def short(value: float) -> float:
 
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
-    """The costs that `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
+    """Return what `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
     flat = {}
     for name, measured in fields["flat"].items():
         curves = []
@@ -81,12 +81,12 @@ def parse_costs(fields: dict[str, Any]) -> Costs:
 
 
 def parse_host(fields: dict[str, Any]) -> HostCosts:
-    """What `render_host` wrote; errors as for `parse_costs`."""
+    """Return what `render_host` wrote; errors as for `parse_costs`."""
     return HostCosts(number(fields["fixed"]) * 1e-6, number(fields["copy"]) * 1e-6)
 
 
 def parse_copier(text: str) -> str:
-    """The name of a copier; ValueError for anything else."""
+    """Return the name of a copier; ValueError for anything else."""
     if text not in COPIERS:
         raise ValueError(f"{text!r:.40} is no copier; known are {', '.join(COPIERS)}")
     return text
@@ -106,7 +106,7 @@ def _seconds(values: list[Any], length: int) -> tuple[float, ...]:
 
 
 def _count(value: Any) -> int:
-    """A JSON integer from 1 on."""
+    """Return a JSON integer from 1 on."""
     if not isinstance(value, int):
         raise ValueError(f"{value!r:.40} is not an integer")
     number(value, above=0.0)
@@ -114,7 +114,7 @@ def _count(value: Any) -> int:
 
 
 def _whole(text: str) -> int:
-    """An integer from 1 on, as `str` writes it: JSON's names are texts."""
+    """Return an integer from 1 on, as `str` writes it: JSON's names are texts."""
     if not (text.isascii() and text.isdecimal()) or text.startswith("0"):
         raise ValueError(f"{text!r:.40} is not an integer of at least 1")
     return _count(int(text))

@@ -20,7 +20,7 @@ class Sample(NamedTuple):
 
 
 def fit(link: float, samples: Sequence[Sample]) -> Costs:
-    """The costs of one direction from samples.
+    """Return the costs of one direction from samples.
 
     Args:
         link: bytes per second of one large contiguous copy.
@@ -40,7 +40,7 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
 
 
 def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
-    """One fixed cost; for each row size the price of an operation and of a row."""
+    """Return one fixed cost, and for each row size the price of an operation and of a row."""
     widths = np.array([each.shape.nbytes // each.shape.rows for each in samples])
     sizes = np.unique(widths)
     columns = np.zeros((len(samples), 1 + 2 * len(sizes)))
@@ -55,7 +55,7 @@ def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
 
 
 def fit_host(samples: Sequence[Sample]) -> dict[str, HostCosts]:
-    """By copier, from seconds of the host."""
+    """Return the costs by copier, from seconds of the host."""
     found = {}
     for copier in dict.fromkeys(each.copier for each in samples):
         own = [each for each in samples if each.copier == copier]
@@ -70,7 +70,7 @@ def _width(sample: Sample) -> int:
 
 
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:
-    """Prices, none below zero, with the least sum of squared relative errors of `columns @ prices` to `seconds`.
+    """Return prices, none below zero, with the least sum of squared relative errors of `columns @ prices` to `seconds`.
 
     Columns whose price would be negative get price 0, the most negative first: exact enough for so few columns.
     """

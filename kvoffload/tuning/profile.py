@@ -105,27 +105,28 @@ class Profile:
     simulated: bool = False
 
     def seconds(self, copier: CopierName, shape: Shape, situation: Situation = Situation.IDLE) -> float:
-        """Expected seconds of a transfer of this size by this copier, on the GPU's clock; infinity if it was not
-        measured.
+        """Return the expected seconds of a transfer of this size by this copier, on the GPU's clock; infinity if it was
+        not measured.
 
         If the situation was not measured, the seconds are those on an idle GPU.
         """
         return self.situations.get(situation, self.costs)[shape.direction].seconds(copier, shape)
 
     def host_seconds(self, copier: CopierName, shape: Shape) -> float:
-        """How many seconds a submission is expected to keep its caller; 0.0 if unknown."""
+        """Return how many seconds a submission is expected to keep its caller; 0.0 if unknown."""
         return _host_seconds(self.host, copier, shape)
 
     def seconds_around(self, copier: CopierName, shape: Shape) -> float:
-        """Expected seconds beyond `seconds` for the caller of a transfer, `host_seconds` included; 0.0 if unknown.
+        """Return the expected seconds beyond `seconds` for the caller of a transfer, `host_seconds` included; 0.0 if
+        unknown.
 
         The caller's time goes from the call until it sees that the transfer has landed.
         """
         return _host_seconds(self.around, copier, shape)
 
     def limited_to(self, link: float, source: str) -> Profile:
-        """A profile for the same GPU behind a slower link, of `link` bytes per second. `source` says where it comes
-        from. It has no key, so it cannot be saved.
+        """Return a profile for the same GPU behind a slower link, of `link` bytes per second. `source` says where it
+        comes from. It has no key, so it cannot be saved.
 
         A transfer that would be faster than the link allows takes what its bytes need there, plus its fixed cost.
         """
@@ -178,7 +179,7 @@ def _limit(costs: Costs, link: float) -> Costs:
 
 
 def key_of(device: Device) -> ProfileKey:
-    """The key for this device's profile, whether or not one is saved. Simulated devices have one, too."""
+    """Return the key for this device's profile, whether or not one is saved. Simulated devices have one, too."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,
@@ -190,8 +191,8 @@ def key_of(device: Device) -> ProfileKey:
 
 
 def profile_for(device: Device) -> Profile:
-    """The profile that was measured and saved for a device, or a default. A simulated device gets the default for
-    unknown GPUs.
+    """Return the profile that was measured and saved for a device, or a default. A simulated device gets the default
+    for unknown GPUs.
     """
     return default_profile(None) if device.simulated else load_profile(key_of(device))
 
@@ -211,7 +212,8 @@ def check_profile(profile: object) -> Profile:
 
 
 def load_profile(key: ProfileKey | None) -> Profile:
-    """The measured profile for `key` from `profile_path(key)`, or a default. With None, the default for unknown GPUs.
+    """Return the measured profile for `key` from `profile_path(key)`, or a default. With None, the default for unknown
+    GPUs.
 
     A file that cannot be used is ignored, with one KVOffloadWarning per process.
     """
@@ -237,8 +239,8 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 
 def default_profile(key: ProfileKey | None) -> Profile:
-    """The profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others and for
-    None. A link that Linux does not report counts as PCIe Gen5 x16.
+    """Return the profile to use until one is measured: one for H200-class GPUs on PCIe Gen5 x16, one for all others and
+    for None. A link that Linux does not report counts as PCIe Gen5 x16.
     """
     of_h200, of_unknown = _defaults()
     if key is None or not any(name in key.gpu for name in _H200_CLASS):
@@ -250,7 +252,7 @@ def default_profile(key: ProfileKey | None) -> Profile:
 
 @cache
 def _defaults() -> tuple[Profile, Profile]:
-    """For H200-class GPUs, and for unknown ones."""
+    """Return the profile for H200-class GPUs, and that for unknown ones."""
     measured = parse(Path(__file__).with_name("h200_pcie5.json").read_bytes())
     source = f"default for H200-class GPUs on PCIe Gen5 x16: {measured.source}"
     h200 = replace(measured, key=None, source=source)
@@ -262,7 +264,7 @@ def _defaults() -> tuple[Profile, Profile]:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """The file that `save_profile` writes for this key and `load_profile` reads. It need not exist yet.
+    """Return the file that `save_profile` writes for this key and `load_profile` reads. It need not exist yet.
 
     It is in the folder `profiles` below the one that the environment variable KVOFFLOAD_CACHE names, or else below
     `kvoffload` in the user's cache folder.
@@ -285,7 +287,7 @@ def save_profile(profile: Profile) -> Path | None:
 
 
 def render(profile: Profile) -> bytes:
-    """The profile as JSON, for `parse`: times in microseconds, the link in GB/s, all numbers rounded."""
+    """Return the profile as JSON, for `parse`: times in microseconds, the link in GB/s, all numbers rounded."""
     fields = {
         "format": FORMAT,
         "source": profile.source,
@@ -309,7 +311,7 @@ def render(profile: Profile) -> bytes:
 
 
 def parse(content: bytes) -> Profile:
-    """The profile that `render` wrote.
+    """Return the profile that `render` wrote.
 
     Raises:
         ValueError: `content` is not a profile, or has another format; the message says why.

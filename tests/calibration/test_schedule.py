@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kvoffload
 from kvoffload.calibration import FULL, MINIATURE, Scale, tune
-from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, kernel_spec
+from kvoffload.calibration.compute import LARGE, SMALL, Computation, kernel_spec
 from kvoffload.calibration.measure import deviations
 from kvoffload.calibration.schedule import (
     Trial,
@@ -177,7 +176,7 @@ def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> 
 def test_the_product_is_one(device: kvoffload.Device, tiles: int) -> None:
     """Of one tile; and of two in each dimension."""
     sizes = {name: getattr(SMALL, name) * tiles for name in ("rows", "columns", "inner")}
-    with Computation(device, SMALL._replace(**sizes), seed=3) as computation:
+    with Computation(device, SMALL._replace(**sizes)) as computation:
         assert len(computation.seconds_each(2)) == 2
         product = computation.product
         shapes = {"left": (product.rows, product.inner), "right": (product.inner, product.columns)}
@@ -188,22 +187,13 @@ def test_the_product_is_one(device: kvoffload.Device, tiles: int) -> None:
         )
         assert np.abs(left).max() > 1
         np.testing.assert_allclose(result, left @ right, rtol=2e-3, atol=2e-2)
-        assert computation.operations == 2 * product.rows * product.columns * product.inner
 
 
-def test_transfers_go_on_for_as_long_as_the_product_runs(device: kvoffload.Device) -> None:
-    calls = []
-    with Computation(device, SMALL) as computation:
-        computation.seconds_each(2, lambda: calls.append(0))
-    assert calls
-
-
-@pytest.mark.parametrize("product", [MATMUL, SKINNY], ids=lambda product: product.name)
-def test_the_product_compiles_to_tensor_cores_and_asynchronous_copies(product: Any) -> None:
+def test_the_product_compiles_to_tensor_cores_and_asynchronous_copies() -> None:
     """For a Hopper GPU, without one; the first tiling fits its 227 KiB of shared memory, the last an Ampere's 99."""
-    first = compile_kernel(kernel_spec(product, product.tiles[0], half=False), (9, 0))
+    first = compile_kernel(kernel_spec(LARGE, LARGE.tiles[0], half=False), (9, 0))
     assert "wgmma" in first.ptx
     assert "cp.async" in first.ptx
     assert first.shared_bytes <= 227 << 10
-    last = compile_kernel(kernel_spec(product, product.tiles[-1], half=False), (8, 0))
+    last = compile_kernel(kernel_spec(LARGE, LARGE.tiles[-1], half=False), (8, 0))
     assert last.shared_bytes <= 99 << 10

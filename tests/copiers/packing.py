@@ -32,6 +32,16 @@ def pieces_of_one_block(monkeypatch: pytest.MonkeyPatch, places: int | None, blo
         monkeypatch.setattr(copier_set, "ring_bytes", lambda *_: places * (256 - block_bytes // -256 * 256))
 
 
+def carry_by_group(monkeypatch: pytest.MonkeyPatch, *copiers: str) -> None:
+    """From now on each group is carried by the copier at its place here, unless the caller names one."""
+    select = copier_set.CopierSet.select
+
+    def by_group(made: copier_set.CopierSet, plan: BlockPlan, wanted: Any, *rest: bool) -> Any:
+        return select(made, plan, wanted or copiers[plan.group_index], *rest)
+
+    monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
+
+
 def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks that a piece leaves in its place are overwritten on its second stream before the place is free."""
     sizes: dict[int, int] = {}

@@ -94,17 +94,6 @@ def test_adjacent_blocks_of_a_slot_are_one_copy(device: kvoffload.Device, copier
             assert sum(count for _, count, _ in copies_by_call(device.simulator)) == copies
 
 
-def test_the_slot_is_the_blocks_themselves(device: kvoffload.Device) -> None:
-    """Without the naive loop: the slot's bytes are the device's, as they lie there."""
-    planes = block_major(device)
-    content = scramble(slab_of(planes), 5).reshape(BLOCKS, PLANES * BLOCK_BYTES)
-    with OffloadEngine(KVLayout([planes], blocks_per_slot=3), device=device, num_slots=2) as engine:
-        engine.store([7, 8, 2, 9], [1, 0]).wait(10)
-        payload = engine.slots[:, : 3 * PLANES * BLOCK_BYTES].reshape(2, 3, PLANES * BLOCK_BYTES)
-        assert (payload[1] == content[[7, 8, 2]]).all()
-        assert (payload[0, 0] == content[9]).all()
-
-
 @FACTORS
 def test_what_one_order_has_stored_another_layout_of_that_order_loads(device: kvoffload.Device, factor: int) -> None:
     """Two caches of one model with equal fingerprints: the bytes in a slot mean the same."""

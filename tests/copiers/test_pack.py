@@ -12,12 +12,25 @@ from typing import Any
 import pytest
 from capture_probe import GLOBAL, Capturing
 from cuda.bindings import driver as cuda
-from helpers import STAGING, Rig, all_are, change_streams, choose_kernels_too, leaks_of, release, rig, simulated, whole
+from helpers import (
+    STAGING,
+    Rig,
+    all_are,
+    change_streams,
+    choose_kernels_too,
+    leaks_of,
+    number_blocks,
+    release,
+    rig,
+    simulated,
+    whole,
+)
 from pack_moves import Move, Seeded, check_moves, layout_spec, move
 from packing import (
     OPTIONS,
     PACK,
     blocks_hold,
+    carry_by_group,
     copies_held,
     hold_the_kernels,
     in_use,
@@ -122,13 +135,7 @@ def groups_of(device: kvoffload.Device, **options: Any) -> OffloadEngine:
     groups = [device.allocate_planes(count, block_bytes=64, num_blocks=16) for count in (2, 3)]
     groups.append(device.allocate_blocks(16, planes=2, block_bytes=64))
     for planes in groups:
-        slab: Any = planes[0].owner
-        image = slab.to_numpy()
-        for plane in planes:
-            for block in range(16):
-                start = plane.address - slab.address + block * plane.block_stride
-                image[start : start + 64] = block + 1
-        slab.copy_from(image)
+        number_blocks(planes, 1)
     engine = OffloadEngine(KVLayout(groups), device=device, num_slots=48, staging_bytes=STAGING, **options)
     engine.slots[:] = 0xB7
     return engine
@@ -139,14 +146,8 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     """Contiguous copies, which pieces use as well, and strided ones behind the pieces."""
     pieces_of_one_block(monkeypatch, 3, 3 * 64)
     poison_places(monkeypatch)
-    methods: tuple[Any, ...] = (first, "pack", "batch")
-    select = copier_set.CopierSet.select
-
-    def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        asked: Any = wanted or methods[plan.group_index]
-        return select(copiers, plan, asked, *rest)
-
-    monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
+    methods = (first, "pack", "batch")
+    carry_by_group(monkeypatch, *methods)
     with simulated(5) as device, groups_of(device) as engine:
         out = [GroupTransfer(group, range(4), range(8 * group, 8 * group + 4)) for group in range(3)]
         back = [GroupTransfer(group, range(8, 12), range(8 * group, 8 * group + 4)) for group in range(3)]
@@ -169,12 +170,6 @@ def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
 ) -> None:
     """A store to one of its slots, and a load before it to one of its blocks."""
     change_streams(monkeypatch)
-    select = copier_set.CopierSet.select
-
-    def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        asked: Any = wanted or methods[plan.group_index]
-        return select(copiers, plan, asked, *rest)
-
     with simulated(6) as device, groups_of(device) as engine:
         engine.slots[:] = 50
         bench = Rig(device, engine, engine.layout.groups[0].planes[0].owner, list(engine.layout.groups[1].planes))  # type: ignore[arg-type]
@@ -182,7 +177,7 @@ def test_a_later_group_of_a_load_follows_what_the_load_must_follow(
         bench.gate(held)
         engine.store([7], [1], group=1, after=held if late == "store" else NO_WAIT, copier="strided")
         engine.load([0], [5], group=1, after=held if late == "load" else NO_WAIT, copier="strided")
-        monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
+        carry_by_group(monkeypatch, *methods)
         engine.load_groups([GroupTransfer(0, [4], [0]), GroupTransfer(1, [5], [1])], after=NO_WAIT)
         release(bench)
         assert all_are(bench.block(5), 8), "of the store; the second load wins"
@@ -262,8 +257,9 @@ def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_kernels_too(monkeypatch)
     choose = selection.choose
 
-    def choosing(shape: Any, available: Any, *rest: Any) -> Any:
-        return choose(shape, ("pack",) if "pack" in available else available, *rest)
+    def choosing(question: selection.Question) -> selection.Choice:
+        packs = question.available & {"pack"}
+        return choose(question._replace(available=packs or question.available))
 
     monkeypatch.setattr(copier_set, "choose", choosing)
 

@@ -128,23 +128,6 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         buffer.close()
 
 
-def test_a_block_of_every_size_in_one_group(device: kvoffload.Device) -> None:
-    sizes = [18 * KIB, 16, 656, 2048, 4096, 48]
-    buffers = [device.allocate(size * 9) for size in sizes]
-    planes = [
-        kvoffload.Plane(buffer.address, block_bytes=size, num_blocks=9, owner=buffer)
-        for size, buffer in zip(sizes, buffers, strict=True)
-    ]
-    for index, buffer in enumerate(buffers):
-        scramble(buffer, index)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=9, staging_bytes=STAGING) as engine:
-        mirror = Mirror(engine, buffers)
-        for each in (store([8, 0, 8, 3], [5, 1, 0, 2]), load([5, 2, 2], [1, 4, 3])):
-            submit(engine, each).wait(10)
-            expect(mirror, each)
-        mirror.check()
-
-
 # what it costs the host
 
 

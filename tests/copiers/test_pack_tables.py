@@ -12,9 +12,7 @@ from transfers import segments_of, transfer_of
 
 import kvoffload
 from kvoffload import CapacityError, KVLayout, OffloadEngine
-from kvoffload.copiers.pack import PackCopier, Piece
 from kvoffload.copiers.table_arena import TableArena
-from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.simulator.memory import Kind
 from kvoffload.testing import Mirror
 
@@ -86,29 +84,6 @@ def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
         whole(bench.engine)
     assert len(starts) == (100 if simulated else 200)
     assert len(set(starts)) <= (19 if simulated else 16), "the room of many was used again"
-
-
-def test_an_interrupt_that_loses_a_table_does_not_stop_the_ring(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the taking of a table and its place in the books; later transfers go round the ring several times."""
-    small_tables(monkeypatch, blocks=32)
-    with rig(device, num_blocks=40, num_slots=40, staging_bytes=STAGING) as bench:
-        with monkeypatch.context() as patch:
-            stage = PackCopier.stage
-
-            def interrupted(copier: PackCopier, work: BlockPlan, order: Any) -> Piece | None:
-                stage(copier, work, order)
-                raise KeyboardInterrupt
-
-            patch.setattr(PackCopier, "stage", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                submit(bench.engine, store(range(32), range(32)))
-        bench.engine.drain(10)
-        for first in range(8):
-            submit(bench.engine, store(range(first, first + 32), range(32))).wait(5)
-        assert (bench.slot(31) == 7 + 31 + 1).all()
-        whole(bench.engine)
 
 
 def test_a_lost_table_does_not_stop_transfers_that_wait_for_room(

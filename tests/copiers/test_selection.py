@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvoffload
+from kvoffload.copiers import selection
 from kvoffload.copiers.observed import Way
-from kvoffload.copiers.selection import PREFERENCES, TOLERANCE, check_prefer, choose, rank, two_ways
+from kvoffload.copiers.selection import PREFERENCES, TOLERANCE, Choice, Expected, Question, check_prefer, two_ways
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import SimulatedDriver, check_clean_close
@@ -24,6 +26,16 @@ from kvoffload.tuning.costs import Costs, Curve, FlatCosts, StridedCosts
 H200 = default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3"))
 ALL = frozenset(COPIERS)
 COPY_ENGINE = ALL - {"pack"}
+
+
+def choose(where: Shape, available: Iterable[str], *more: Any, **options: Any) -> Choice:
+    return selection.choose(Question(where, frozenset(available), *more, **options))
+
+
+def rank(where: Shape, available: Iterable[str], *more: Any, **options: Any) -> list[Expected]:
+    return selection.rank(Question(where, frozenset(available), *more, **options))
+
+
 KIB = 1 << 10
 KEEPS_THE_CALLER = {"batch": HostCosts(2e-3, 0.0)}
 
@@ -414,6 +426,6 @@ def contiguous(where: Shape) -> Shape:
 
 
 def ways_of(where: Shape, *, prefer: str = "overlap", queued: bool = False) -> tuple[Way, Way]:
-    found = two_ways(where, ALL, H200, prefer, False, queued=queued)
+    found = two_ways(Question(where, ALL, H200, prefer), queued)
     assert found is not None
     return found

@@ -229,60 +229,6 @@ def fake_proc(folder: Path, available_kib: int, cgroup: tuple[str, str] | None =
         (group / "memory.current").write_text(cgroup[1] + "\n")
 
 
-@pytest.mark.parametrize(
-    ("available_kib", "cgroup", "expected"),
-    [
-        (1000, None, 1024000),
-        (1000, ("max", "5"), 1024000),
-        (1000, ("600000", "200000"), 400000),
-        (1000, ("600000", "700000"), 0),
-        (10, ("600000", "200000"), 10240),
-    ],
-)
-def test_available_memory_is_the_machines_or_the_cgroups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_kib: int, cgroup: tuple[str, str] | None, expected: int
-) -> None:
-    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
-    fake_proc(tmp_path, available_kib, cgroup)
-    assert hostinfo.available_bytes() == expected
-    assert hostinfo.total_bytes() == 2048000
-
-
-def cgroup_files(folder: Path, names: tuple[str, str, str], limit: str, used: int, droppable: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / names[0]).write_text(limit + "\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {droppable}\n")
-
-
-VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-@pytest.mark.parametrize(("version", "root"), [(VERSION_2, "fs/cgroup"), (VERSION_1, "fs/cgroup/memory")])
-def test_a_cgroups_page_cache_and_its_parents_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], root: str
-) -> None:
-    monkeypatch.setattr(hostinfo, "PROC", tmp_path)
-    monkeypatch.setattr(hostinfo, "SYS", tmp_path)
-    fake_proc(tmp_path, 1000)
-    line = "0::/outer/inner\n" if version is VERSION_2 else "3:cpu:/other\n5:hugetlb,memory:/outer/inner\n"
-    (tmp_path / "self/cgroup").write_text(line)
-    outer, no_limit = tmp_path / root / "outer", "max" if version is VERSION_2 else str((1 << 63) - 4096)
-    cgroup_files(outer / "inner", version, "600000", 500000, 300000)
-    assert hostinfo.available_bytes() == 400000  # what was read from files can be dropped
-    cgroup_files(outer, version, "550000", 300000, 10000)
-    assert hostinfo.available_bytes() == 260000
-    tightest = hostinfo.tightest_cgroup()
-    assert tightest is not None
-    assert (tightest.path, tightest.limit_bytes, tightest.used_bytes) == (str(outer), 550000, 290000)
-    cgroup_files(outer, version, no_limit, 300000, 0)
-    assert hostinfo.available_bytes() == 400000
-    cgroup_files(outer / "inner", version, no_limit, 500000, 0)
-    assert hostinfo.tightest_cgroup() is None
-
-
 def test_short_memory_is_refused_before_a_page_is_touched(
     device: kvoffload.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +236,7 @@ def test_short_memory_is_refused_before_a_page_is_touched(
     monkeypatch.setattr(hostinfo, "SYS", tmp_path)
     monkeypatch.setattr(memory, "touch", lambda *_: pytest.fail("touched"))
     fake_proc(tmp_path, 1000, ("600000", "200000"))
+    assert hostinfo.total_bytes() == 2000 << 10
     with leak_check(device), pytest.raises(CapacityError) as caught:
         pin(device, 1 << 20)
     assert "memory is short" in str(caught.value)
@@ -336,19 +283,6 @@ def test_a_gpus_link_and_numa_node_come_from_sysfs(tmp_path: Path, monkeypatch: 
 
 
 # the pool outlives its engine
-
-
-def test_views_of_the_slots_stay_valid_after_close(device: kvoffload.Device) -> None:
-    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
-    engine = OffloadEngine(layout, device=device, num_slots=4)
-    row = engine.slots[2]
-    row[:] = 77
-    engine.close()
-    assert device.simulator.leaks()["registered_ranges"] == 0
-    del engine
-    gc.collect()
-    row[5] += 1
-    assert (row[4], row[5]) == (77, 78)
 
 
 def test_release_may_be_called_twice(device: kvoffload.Device) -> None:
@@ -457,9 +391,6 @@ def test_a_full_gpu_is_a_capacity_error_with_figures(device: kvoffload.Device) -
         CapacityError, match=rf"cannot allocate {free + 1} bytes on .*: {free} of {free} bytes are free"
     ):
         device.allocate(free + 1)
-    for nbytes in (0, -5):
-        with pytest.raises(ValueError, match=f"nbytes must be an integer of at least 1, got {nbytes}"):
-            device.allocate(nbytes)
 
 
 def test_garbage_is_freed_before_memory_is_called_short() -> None:

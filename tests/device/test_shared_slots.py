@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import COPY_ENGINE_ONLY
 
 import kvoffload
-from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
+from kvoffload import CapacityError
 from kvoffload.device import shared_slots
 from kvoffload.device.shared_slots import SharedSlots
-from kvoffload.testing import scramble
 
 PAGE = 4096
 
@@ -136,24 +134,6 @@ def test_what_is_refused(name: str) -> None:
             others.offer(name)
         with pytest.raises(ValueError, match="an offer has been made"):
             slots.offer(name)
-
-
-def test_an_engine_over_them(device: kvoffload.Device) -> None:
-    planes = device.allocate_planes(2, block_bytes=64, num_blocks=8)
-    layout = KVLayout([planes])
-    buffer = planes[0].owner
-    assert isinstance(buffer, kvoffload.DeviceBuffer)
-    scramble(buffer, 1)
-    with SharedSlots(4, layout.slot_bytes) as slots:
-        with OffloadEngine(layout, device=device, host_memory=slots.host_memory, **COPY_ENGINE_ONLY) as engine:
-            engine.store([3], [1], after=NO_WAIT).wait(20)
-            stored = slots.array[1, : 2 * 64].copy()
-            scramble(buffer, 2)
-            slots.array[2] = slots.array[1]
-            engine.load([2], [5], after=NO_WAIT).wait(20)
-            engine.store([5], [0], after=NO_WAIT).wait(20)
-        assert stored.any()
-        assert slots.array[0, : 2 * 64].tolist() == stored.tolist()
 
 
 def test_an_offer_that_answers_nobody_is_not_waited_for_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -67,11 +66,6 @@ def test_an_error_carries_the_call_and_cudas_name_and_number() -> None:
 )
 def test_sticky_errors_are_those_that_end_the_context(code: Any, sticky: bool) -> None:
     assert DriverError("cuMemcpyAsync", code.name, int(code)).sticky is sticky
-
-
-def test_driver_errors_survive_pickling() -> None:
-    error = pickle.loads(pickle.dumps(DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)))
-    assert (error.call, error.name, error.code) == ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
 
 
 def test_values_come_back_single_as_tuple_or_not_at_all() -> None:

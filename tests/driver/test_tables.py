@@ -219,12 +219,6 @@ def test_more_strided_objects_are_made_when_they_are_needed(batched: bool) -> No
     assert [int(each.getPtr()) for each in table.objects] == [table.address + index * step for index in range(300)]
 
 
-def test_attributes_of_the_two_orders_are_two_objects() -> None:
-    table = made_flat_table(1)
-    stream, other = table.attributes[SourceOrder.STREAM][0], table.attributes[SourceOrder.ANY][0]
-    assert [int(each.srcAccessOrder) for each in (stream, other)] == [1, 3]
-
-
 def test_raw_addresses_are_those_of_the_same_arrays() -> None:
     table = made_flat_table(6)
     table.fill(*(np.arange(6, dtype=np.uint64) + np.uint64(base) for base in (1 << 40, 1 << 41, 100)))

@@ -19,6 +19,14 @@ PARTS = 4  # of two planes each
 DEFAULTS: dict[str, Any] = {"after": kvoffload.NO_WAIT, "parts": PARTS}  # of every load
 
 
+class Produced:
+    """An array of another library's, which names the stream that computes it."""
+
+    def __init__(self, stream: int | None) -> None:
+        shape = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
+        self.__cuda_array_interface__ = shape | ({} if stream is None else {"stream": stream})
+
+
 def hold_from(bench: Rig, part: int, *, most: int = 1 << 30) -> Gate:
     """A closed gate that holds that part, and what follows it, of every load queued from now on, of `most` at most."""
     gate = bench.gate()

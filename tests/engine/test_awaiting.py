@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers import Rig, rig
+from helpers import Rig, settled
 
 import kvoffload
 from kvoffload import NO_WAIT, Job, TransferError
@@ -16,11 +16,7 @@ from kvoffload import NO_WAIT, Job, TransferError
 
 @pytest.fixture
 def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
+    yield from settled(device)
 
 
 class Called:
@@ -70,16 +66,6 @@ def test_several_jobs_are_awaited_together(bench: Rig) -> None:
 
     assert {result.error for result in asyncio.run(main())} == {None}
     assert bench.engine.poll() == [], "each was waited for"
-
-
-def test_a_job_that_has_ended_is_awaited_at_once(bench: Rig) -> None:
-    job = bench.engine.store([1], [1])
-    job.wait(10)
-
-    async def main() -> int:
-        return (await job).job_id
-
-    assert asyncio.run(main()) == job.id
 
 
 def test_awaiting_a_job_that_fails_raises_its_error(bench: Rig) -> None:
@@ -205,10 +191,3 @@ def test_what_is_no_function_is_refused(bench: Rig, callback: object) -> None:
     job = bench.engine.store([1], [1])
     with pytest.raises(TypeError, match=r"callback must be a function of a Job, got "):
         job.add_done_callback(callback)  # type: ignore[arg-type]
-
-
-def test_the_thread_ends_when_nothing_is_awaited(bench: Rig) -> None:
-    called = Called(1)
-    bench.engine.store([1], [1]).add_done_callback(called)
-    called.wait()
-    wait_for_the_thread()

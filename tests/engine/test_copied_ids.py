@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import STAGING, Rig, all_are, rig, simulated
+from helpers import STAGING, Rig, all_are, settled, simulated
 
 from kvoffload import NO_WAIT, CapacityError
 from kvoffload.engine import launcher
@@ -21,14 +21,8 @@ BLOCKS = 500
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Block `b` is filled with `(b + 1) % 256`, slot `s` with `(100 + s) % 256`; one program of a kernel."""
     monkeypatch.setattr(launcher, "QUEUE_LIMIT", QUEUE_PLACES)
-    with (
-        simulated(1) as device,
-        rig(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, staging_bytes=STAGING) as made,
-    ):
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(60)
+    with simulated(1) as device:
+        yield from settled(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, staging_bytes=STAGING)
 
 
 def _wrong_slots(bench: Rig, count: int) -> list[int]:
@@ -46,34 +40,11 @@ def test_block_ids_of_stores_are_copied(bench: Rig, copier: str) -> None:
         blocks[:] = slots[:] = np.arange(count) + count * index
         jobs.append(bench.engine.store(blocks, slots, after=held, copier=copier))  # type: ignore[arg-type]
         blocks[:] = slots[:] = BLOCKS - 1
+    assert copier != "pack" or bench.engine.statistics().held > 0, "else none is read later"
     gate.open()
     bench.engine.drain(60)
     assert [job.error for job in jobs if job.error] == []
     assert _wrong_slots(bench, TRANSFERS * count) == []
-
-
-def test_enough_transfers_wait_on_the_host_for_that_to_matter(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    for index in range(TRANSFERS):
-        bench.engine.store([index], [index], after=held, copier="pack")
-    assert bench.engine.statistics().held > 0
-
-
-def test_ids_that_are_out_of_range_later_lose_no_context(bench: Rig) -> None:
-    held = bench.stream()
-    gate = bench.gate(held)
-    ids = np.zeros(1, dtype=np.int64)
-    jobs = []
-    for index in range(TRANSFERS):
-        ids[0] = index
-        jobs.append(bench.engine.store(ids, [index], after=held, copier="pack"))
-    ids[0] = 10**7
-    gate.open()
-    bench.engine.drain(60)
-    assert [job.error for job in jobs if job.error] == []
-    assert bench.device.simulator.device_faults == []
-    assert _wrong_slots(bench, TRANSFERS) == []
 
 
 @pytest.mark.parametrize(("copier", "parts"), [("pack", None), ("strided", 2)])

@@ -17,17 +17,7 @@ from seeds import seeds
 from workload import program, several_streams
 
 import kvoffload
-from kvoffload import (
-    NO_WAIT,
-    CapacityError,
-    ClosedError,
-    DriverError,
-    KVLayout,
-    KVOffloadError,
-    OffloadEngine,
-    TransferError,
-)
-from kvoffload.device import pinned as memory
+from kvoffload import NO_WAIT, ClosedError, DriverError, KVLayout, KVOffloadError, OffloadEngine, TransferError
 from kvoffload.tuning import CopierName
 
 PUSH_POP = ("cuCtxPushCurrent", "cuCtxPopCurrent")  # a caller's stack cannot be put right when these lie
@@ -384,48 +374,6 @@ def test_every_call_of_closing_fails_once_and_closing_again_finishes() -> None:
 
 
 # memory
-
-
-def test_pitfall_19_a_pool_that_cannot_be_pinned_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "RANGE_BYTES", 8 * 4096)
-    with simulated(1, pinnable_bytes=40 * 4096) as device:
-        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-        seen: list[int] = []
-        with pytest.raises(CapacityError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-            OffloadEngine(
-                layout,
-                device=device,
-                num_slots=64,
-                progress=lambda done, _: seen.append(done),
-                **COPY_ENGINE_ONLY,
-            )
-        assert len(seen) == 5, "five ranges were pinned before the sixth failed"
-        assert device.simulator is not None
-        assert device.simulator.leaks()["registered_ranges"] == 0
-        with OffloadEngine(layout, device=device, num_slots=40, **COPY_ENGINE_ONLY) as engine:
-            engine.store([1], [39]).wait(10)
-    no_leaks(device.simulator)
-
-
-def test_a_progress_callback_that_raises_is_rolled_back() -> None:
-    def stop(_done: int, _total: int) -> None:
-        raise KeyboardInterrupt
-
-    with simulated(1) as device:
-        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-        with pytest.raises(KeyboardInterrupt):
-            OffloadEngine(layout, device=device, num_slots=4, progress=stop)
-        assert device.simulator is not None
-        assert device.simulator.leaks()["registered_ranges"] == 0
-
-
-def test_device_memory_that_runs_out_is_a_capacity_error() -> None:
-    with simulated(1, memory_bytes=1 << 20) as device:
-        with pytest.raises(CapacityError, match="1048576 of 1048576 bytes are free"):
-            device.allocate(1 << 21)
-        buffer = device.allocate(1 << 20)
-        del buffer
-        device.allocate(1 << 20)
 
 
 def test_failed_transfers_do_not_spoil_bytes_of_others() -> None:

@@ -404,14 +404,6 @@ def test_what_was_registered_is_given_back_when_the_rest_cannot_be(
         OffloadEngine(layout, device=device, host_memory=memory, **COPY_ENGINE_ONLY)
 
 
-def test_a_cache_keeps_its_keys_in_such_memory(device: kvoffload.Device, layout: KVLayout) -> None:
-    memory = HostMemory.of_buffer(mapped(8 * 2 * PAGE), num_slots=8, slot_stride=2 * PAGE)
-    with OffloadEngine(layout, device=device, host_memory=memory, **COPY_ENGINE_ONLY) as engine:
-        cache = BlockCache(engine)
-        cache.store([b"a", b"b"], [1, 2]).wait(10)
-        assert cache.lookup([b"a", b"b", b"c"]) == 2
-
-
 @pytest.fixture
 def tier() -> Iterator[MemoryTier]:
     made = MemoryTier(1 << 16)

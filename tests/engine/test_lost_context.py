@@ -202,12 +202,18 @@ def _everything_ends(bench: Rig, jobs: list[kvoffload.Job], *, failed: bool) -> 
         bench.device.close(1)
 
 
-@pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "in flight"])
-def test_a_callers_context_destroyed_under_the_engine(in_flight: bool) -> None:
+def with_a_context() -> tuple[SimulatedDriver, Any]:
+    """A driver with a context of the caller's, which is not current."""
     driver = SimulatedDriver(seed=2)
     driver.cuInit(0)
     context = driver.cuCtxCreate(None, 0, 0)[1]
     driver.cuCtxPopCurrent()
+    return driver, context
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "in flight"])
+def test_a_callers_context_destroyed_under_the_engine(in_flight: bool) -> None:
+    driver, context = with_a_context()
     device = kvoffload.open_device(backend=driver, context=context)
     with rig(device) as bench:
         held = bench.stream()
@@ -228,10 +234,7 @@ def test_a_callers_context_destroyed_under_the_engine(in_flight: bool) -> None:
 @pytest.mark.parametrize("seen_by", ["poll", "done", "drain"])
 def test_a_destroyed_context_that_shows_while_waiting(seen_by: str) -> None:
     """Nothing but making the context current says so: no query reaches the driver."""
-    driver = SimulatedDriver(seed=2)
-    driver.cuInit(0)
-    context = driver.cuCtxCreate(None, 0, 0)[1]
-    driver.cuCtxPopCurrent()
+    driver, context = with_a_context()
     with rig(kvoffload.open_device(backend=driver, context=context)) as bench:
         held = bench.stream()
         bench.gate(held)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Rig, all_are, release, rig, simulated
+from helpers import Rig, all_are, in_threads, release, rig, settled, simulated
 from interrupts import interrupt_at, trace_points
+from layerwise import Produced
 from transfers import transfer_of
 
 import kvoffload
@@ -21,11 +21,8 @@ BLOCKS = 8
 
 @pytest.fixture
 def bench() -> Iterator[Rig]:
-    with simulated(3) as device, rig(device, num_blocks=32, num_slots=32) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
+    with simulated(3) as device:
+        yield from settled(device, num_blocks=32, num_slots=32)
 
 
 # what is exported to other libraries ----------------------------------------------------------------------------------
@@ -125,14 +122,6 @@ def test_a_transfer_that_shares_nothing_with_a_long_one_is_not_held_back(bench: 
 # streams that wait for several ----------------------------------------------------------------------------------------
 
 
-class Produced:
-    """An array of another library's, which names the stream that computes it."""
-
-    def __init__(self, stream: int) -> None:
-        shape = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
-        self.__cuda_array_interface__ = shape | {"stream": stream}
-
-
 class Alternation:
     """Calls of `stream_wait_event` that wait until another thread has recorded an event since they were entered.
 
@@ -176,11 +165,7 @@ def test_two_threads_that_follow_several_streams_each_wait_for_their_own(
             time.sleep(0.0005)
         jobs["load"] = engine.load([20], [20], after=[behind[free], behind[free]])
 
-    threads = [threading.Thread(target=work) for work in (store, load)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(store, load)
     monkeypatch.undo()
     release(bench, jobs["store"])
     assert jobs["load"].done

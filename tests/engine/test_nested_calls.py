@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from helpers import Rig, keys, rig, simulated
+from helpers import Rig, keys, rig, settled, simulated
 from interrupts import call_at
 from sharding import machine
 from tiering import keys as tier_keys
@@ -50,11 +50,8 @@ def _is_refused(call: Call) -> bool:
 
 @pytest.fixture
 def bench() -> Iterator[Rig]:
-    with simulated() as device, rig(device, num_blocks=32, num_slots=8) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(SECONDS)
+    with simulated() as device:
+        yield from settled(device, num_blocks=32, num_slots=8)
 
 
 def test_an_engine_refuses_what_changes_or_waits(bench: Rig) -> None:

@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as cuda
 from helpers import STAGING, Rig, all_are, change_streams, cut_segments, paint, release, rig, warm_up, whole
-from layerwise import PARTS, Reader, hold_from
-from packing import OPTIONS, PROGRAMS, PROGRAMS_OF_ONE_PLACE, hold_the_kernels, pieces_of_one_block, poison_places
+from layerwise import PARTS, Produced, Reader, hold_from
+from packing import (
+    OPTIONS,
+    PROGRAMS,
+    PROGRAMS_OF_ONE_PLACE,
+    carry_by_group,
+    hold_the_kernels,
+    pieces_of_one_block,
+    poison_places,
+)
 from transfers import intercepted
 
 import kvoffload
 from kvoffload import NO_WAIT
-from kvoffload.copiers import copier_set
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,14 +49,6 @@ def bench(each_device: kvoffload.Device) -> Iterator[Rig]:
 
 def check(found: Any, value: int) -> None:
     assert all_are(found, value), f"wrong bytes: {sorted(set(found.tolist()))[:4]}, not {value}"
-
-
-class Produced:
-    """An array of another library's, which names the stream that computes it."""
-
-    def __init__(self, stream: int) -> None:
-        shape = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
-        self.__cuda_array_interface__ = shape | {"stream": stream}
 
 
 @pytest.mark.parametrize("given", [int, Produced], ids=["a stream", "an array"])
@@ -158,12 +157,8 @@ def test_a_load_of_two_groups_ends_behind_the_kernel_of_one(
     """One group is packed, the other one strided; the last copy of the load is not on the kernel's stream."""
     nbytes = 64 if each_device.simulated else 64 << 10
     groups = [each_device.allocate_planes(4, block_bytes=nbytes, num_blocks=4) for _ in range(2)]
-    layout, select = kvoffload.KVLayout(groups), copier_set.CopierSet.select
-
-    def by_group(copiers: Any, plan: Any, wanted: Any, *rest: Any) -> Any:
-        return select(copiers, plan, wanted or ("pack", "strided")[plan.group_index], *rest)
-
-    monkeypatch.setattr(copier_set.CopierSet, "select", by_group)
+    layout = kvoffload.KVLayout(groups)
+    carry_by_group(monkeypatch, "pack", "strided")
     slab: Any = groups[0][0].owner
     with kvoffload.OffloadEngine(layout, device=each_device, num_slots=4, staging_bytes=STAGING) as engine:
         bench = Rig(each_device, engine, slab, groups[0])

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from helpers import (
     choose_kernels_too,
     copiers_in,
     cut_segments,
-    in_threads,
     keys,
     leaks_of,
     release,
     rig,
+    settled,
     simulated,
     whole,
 )
@@ -65,12 +64,7 @@ NUM_SLOTS = 6
 
 @pytest.fixture
 def bench(device: kvoffload.Device) -> Iterator[Rig]:
-    with rig(device, planes=PLANES) as made:
-        yield made
-        for gate in made.gates:
-            gate.open()
-        made.engine.drain(10)
-        whole(made.engine)
+    yield from settled(device, planes=PLANES)
 
 
 # what parts are
@@ -129,18 +123,6 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
     with pytest.raises(ValueError, match=r"parts=.* is for loads"):
         bench.engine.submit(Direction.STORE, [0], [0], after=NO_WAIT, parts=parts)
     whole(bench.engine)
-
-
-def test_pack_refuses_parts_that_are_no_range_of_a_slot(device: kvoffload.Device) -> None:
-    with rig(device, planes=PLANES, staging_bytes=STAGING) as bench:
-        mixed = [[0, 2], [1, *range(3, PLANES)]]
-        with pytest.raises(ValueError, match=r"copies parts whose .*, and parts\[0\] has .* \[0, 2\]; give"):
-            bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=mixed)
-        whole(bench.engine)
-        assert all_are(bench.block(0), 1)
-        for parts in (1, 2, [[2, 1, 0], range(3, PLANES)]):
-            job = bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier="pack", parts=parts)
-            assert job.wait(10).copier == "pack"
 
 
 def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> None:
@@ -438,22 +420,6 @@ def test_closing_waits_for_every_part(device: kvoffload.Device) -> None:
         assert reader.value == 103
 
 
-def test_threads_order_their_streams_behind_parts_of_each_other(bench: Rig) -> None:
-    def work(number: int) -> None:
-        readers = [Reader(bench) for _ in range(PARTS)]
-        for turn in range(10):
-            slot, block = (number + turn) % 4 + 4 * number, 4 * number + turn % 4
-            job = load(bench, [slot], [block])
-            for part, reader in enumerate(readers):
-                job.order_before(reader.stream, part=part)
-                reader.read(2 * part + turn % 2, block)
-                bench.synchronize(reader.stream)
-                assert reader.value == 100 + slot
-            job.wait(30)
-
-    in_threads(*(partial(work, number) for number in range(3)))
-
-
 # failures
 
 PUSH_POP = ("cuCtxPushCurrent", "cuCtxPopCurrent")  # a caller's stack cannot be put right when these lie
@@ -469,12 +435,10 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return True if value is None else value
 
 
-def there_and_back(
-    bench: Rig, first: int, readers: list[Reader], copier: str | None = None
-) -> tuple[Job | None, Job | None, list[bool]]:
+def there_and_back(bench: Rig, first: int, readers: list[Reader]) -> tuple[Job | None, Job | None, list[bool]]:
     """A store of 4 blocks, a load in parts of them, and what was ordered behind each part of it."""
     stored = attempt(bench.engine.store, range(first, first + 4), range(4), after=readers[0].stream)
-    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream, copier=copier)
+    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream)
     ordered = [False] * PARTS
     if loaded is not None:
         for part, reader in enumerate(readers):
@@ -485,11 +449,11 @@ def there_and_back(
     return stored, loaded, ordered
 
 
-def calls_of_a_clean_run(level: str, copier: str | None) -> list[str]:
+def calls_of_a_clean_run(level: str) -> list[str]:
     with simulated(4, level) as device, rig(device, planes=PLANES, staging_bytes=0) as bench:
         readers = [Reader(bench) for _ in range(PARTS)]
         device.simulator.faults.calls = []
-        stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
+        stored, loaded, ordered = there_and_back(bench, 2, readers)
         names = [name for name, _ in device.simulator.faults.calls]
         assert stored is not None
         assert loaded is not None
@@ -499,13 +463,13 @@ def calls_of_a_clean_run(level: str, copier: str | None) -> list[str]:
     return names
 
 
-def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: bool) -> None:
+def fail_once(level: str, nth: int, name: str, *, after: bool) -> None:
     with simulated(4, level) as device:
         simulator: Any = device.simulator
         with rig(device, planes=PLANES, staging_bytes=0) as bench:
             readers = [Reader(bench) for _ in range(PARTS)]
             simulator.faults.fail_nth(nth, after=after)
-            stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
+            stored, loaded, ordered = there_and_back(bench, 2, readers)
             assert simulator.faults.pending == 0, "the failure happened"
             simulator.faults.clear()
             bench.engine.drain(10)
@@ -517,7 +481,7 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
                 assert {reader.value for reader, each in zip(readers, ordered, strict=True) if each} <= {6}
             if loaded is None:
                 assert blocks_hold(bench, range(12, 16), range(13, 17))
-            stored, loaded, ordered = there_and_back(bench, 7, readers, copier)
+            stored, loaded, ordered = there_and_back(bench, 7, readers)
             assert stored is not None
             assert loaded is not None
             assert (stored.error, loaded.error, ordered) == (None, None, [True] * PARTS)
@@ -531,15 +495,15 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("level", "after", "copier"),
-    [("batch", False, None), ("no-batch", False, None), ("batch", True, None)],
+    ("level", "after"),
+    [("batch", False), ("no-batch", False), ("batch", True)],
     ids=["batch, instead", "no batch, instead", "batch, afterwards"],
 )
 def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
-    monkeypatch: pytest.MonkeyPatch, level: str, after: bool, copier: str | None
+    monkeypatch: pytest.MonkeyPatch, level: str, after: bool
 ) -> None:
     change_streams(monkeypatch)
-    names = calls_of_a_clean_run(level, copier)
+    names = calls_of_a_clean_run(level)
     copy = "cuMemcpy3DBatchAsync" if level == "batch" else "cuMemcpy2DAsync"
     assert {copy, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime"} <= set(names)
     seen: Counter[str] = Counter()
@@ -549,7 +513,7 @@ def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
         if (after and name in PUSH_POP) or (seen[name] > 2 and nth % (20 if polled else 6)):
             continue
         try:
-            fail_once(level, copier, nth, name, after=after)
+            fail_once(level, nth, name, after=after)
         except BaseException as error:
             error.add_note(f"failing call {nth} of {len(names)}, {name}")
             raise
@@ -585,9 +549,8 @@ def test_no_stream_passes_a_part_of_a_load_that_failed(bench: Rig, part: int, ca
     assert [set(bench.slot(slot).tolist()) for slot in range(12, 16)] == [{value} for value in range(108, 112)]
 
 
-@pytest.mark.parametrize("copier", [None])
 @pytest.mark.parametrize("nth", range(1, 60, 3))
-def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: str | None) -> None:
+def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int) -> None:
     device = simulated(6)
     simulator: Any = device.simulator
     with rig(device, planes=PLANES, staging_bytes=0) as bench:
@@ -595,7 +558,7 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: 
         simulator.faults.sticky(at_call=nth)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Reader, "read", lambda *_: None)
-            stored, loaded, _ = there_and_back(bench, 2, readers, copier)
+            stored, loaded, _ = there_and_back(bench, 2, readers)
         bench.engine.drain(10)
         assert all(job is None or job.done for job in (stored, loaded))
         assert bench.engine.statistics().in_flight == 0
@@ -611,13 +574,13 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: 
     assert simulator.violations == []
 
 
-@pytest.mark.parametrize(("copier", "nth"), [("strided", nth) for nth in range(1, PARTS + 1)])
-def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> None:
+@pytest.mark.parametrize("nth", range(1, PARTS + 1))
+def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int) -> None:
     device = simulated(7)
     with rig(device, planes=PLANES, staging_bytes=0) as bench:
         held = bench.stream()
         gate = bench.gate(held)
-        job = load(bench, range(4), range(4), after=held, copier=copier)
+        job = load(bench, range(4), range(4), after=held, copier="strided")
         job.order_before(bench.stream(), part=0)
         device.simulator.faults.fail_operation(nth)
         gate.open()

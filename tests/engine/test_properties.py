@@ -325,13 +325,6 @@ def test_pitfall_12_groups_have_block_tables_and_sizes_of_their_own(any_device: 
             engine.store([5], [0], group=1)
 
 
-def test_pitfall_12_one_tensor_under_two_names_in_a_group_is_refused() -> None:
-    plane = Plane(4096, block_bytes=64, num_blocks=4)
-    alias = Plane(4096, block_bytes=64, num_blocks=4)
-    with pytest.raises(kvoffload.LayoutError, match=r"groups\[0\]\[0\] and groups\[0\]\[1\] share bytes"):
-        KVLayout([[plane, alias]])
-
-
 def test_pitfall_14_without_the_batch_entry_points_other_calls_copy_the_same_bytes() -> None:
     """Bindings 13 on a 12.8 driver raise at the call; 2D copies and the loop then do the work."""
     content: list[list[int]] = []

@@ -11,7 +11,7 @@ from helpers import STAGING, choose_kernels_too
 from pages import page, row
 
 import kvoffload
-from kvoffload import CapabilityError, ClosedError, Direction, KVLayout, LayoutError, OffloadEngine, PlanReport
+from kvoffload import ClosedError, Direction, KVLayout, LayoutError, OffloadEngine, PlanReport
 from kvoffload.simulator import SimulatedDriver
 from kvoffload.tuning import default_profile
 
@@ -154,14 +154,6 @@ def test_wrong_arguments_are_refused_as_by_a_transfer(
 ) -> None:
     with pytest.raises(error, match=words):
         engine.plan(*arguments, **options)
-
-
-def test_a_copier_that_cannot_run_is_refused(engine: OffloadEngine) -> None:
-    with (
-        OffloadEngine(engine.layout, device=engine.device, num_slots=1, staging_bytes=0) as without_kernels,
-        pytest.raises(CapabilityError, match="staging_bytes=0"),
-    ):
-        without_kernels.plan("store", [1], [0], copier="pack")
 
 
 def test_closed_engines_and_devices_plan_nothing() -> None:

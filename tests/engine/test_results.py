@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import CapacityError, Direction, TransferError, TransferResult
+from kvoffload import Direction, TransferError, TransferResult
 from kvoffload.cache.statistics import CacheStatistics, Histogram
 from kvoffload.engine.job import SimulatedTransferResult
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
@@ -82,17 +82,3 @@ def test_engine_statistics_are_shown_in_one_short_line() -> None:
         "EngineStatistics(simulated, num_slots=4, pinned_bytes=16384, in_flight=1, dropped_reports=2, "
         "store: 3 jobs, 1 failed, 128 bytes, load: 0 jobs, 0 bytes)"
     )
-
-
-def test_statistics_of_a_cache_and_its_engine(device: kvoffload.Device) -> None:
-    layout = kvoffload.KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
-    with kvoffload.OffloadEngine(layout, device=device, num_slots=2) as engine:
-        cache = kvoffload.BlockCache(engine)
-        cache.store([b"a"], [0]).wait(10)
-        assert cache.lookup([b"a", b"b"]) == 1
-        with pytest.raises(CapacityError):
-            cache.store([b"c", b"d", b"e"], [1, 2, 3], all_or_nothing=True)
-        assert cache.statistics().hit_rate == 0.5
-        assert repr(cache.statistics()) == "CacheStatistics(capacity=2, resident=1, hit_rate=0.500, stored=1)"
-        assert "store: 1 jobs, 0 bytes" not in repr(engine.statistics())
-        assert repr(engine.statistics()).startswith("EngineStatistics(simulated, num_slots=2, ")

@@ -6,11 +6,11 @@ import itertools
 import math
 
 import pytest
-from helpers import LEVELS, rig, simulated
+from helpers import rig, simulated
 
 import kvoffload
-from kvoffload import NO_WAIT, Direction, TransferError
-from kvoffload.engine.job import TRANSITIONS, Event, SimulatedTransferResult, State, Transfer, TransferResult, result_of
+from kvoffload import Direction, TransferError
+from kvoffload.engine.job import TRANSITIONS, Event, State, Transfer, TransferResult, result_of
 from kvoffload.internal.waiting import wait_until
 
 
@@ -83,30 +83,6 @@ def test_wait_until_waits_as_long_as_it_takes_and_no_longer() -> None:
     with pytest.raises(TimeoutError, match=r"that: not done within 0\.01 seconds; still going on"):
         wait_until(lambda: False, 0.01, "that")
     wait_until(lambda: True, 0, "done already")
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_a_job_says_of_itself(level: str) -> None:
-    with simulated(1, level) as device, rig(device) as bench:
-        held = bench.stream()
-        gate = bench.gate(held)
-        job = bench.engine.store([1, 2], [1, 2], after=held)
-        other = "loop" if level == "no-batch" else "batch"
-        assert repr(job) == f"Job({job.id}, store, 512 bytes, strided, running)"
-        assert job.reason.startswith("strided: ")
-        assert f" {other} " in job.reason, "what else it might have been"
-        gate.open()
-        result = job.wait(10)
-        assert (result.job_id, result.direction, result.nbytes, result.copier) == (job.id, "store", 512, "strided")
-        assert result.error is None
-        assert 0 <= result.seconds < 1
-        assert isinstance(result, SimulatedTransferResult)
-        assert len(result) == 7
-        assert repr(result).startswith("SimulatedTransferResult(")
-        assert repr(job).endswith("done)")
-        later = bench.engine.load([1], [1], after=NO_WAIT)
-        assert later.id > job.id
-        assert later.wait(10).direction is Direction.LOAD
 
 
 def test_a_result_of_a_gpu_does_not_say_that_it_is_simulated() -> None:

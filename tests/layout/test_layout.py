@@ -60,11 +60,6 @@ def test_planes_are_frozen_values_with_a_telling_repr() -> None:
     assert repr(plane(0x1000)) == "Plane(0x1000, block_bytes=64, num_blocks=8)"
 
 
-def test_a_bad_layout_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="num_blocks"):
-        plane(num_blocks=0)
-
-
 # slots
 
 

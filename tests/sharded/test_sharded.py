@@ -10,16 +10,7 @@ import pytest
 from sharding import Machine, machine
 
 import kvoffload
-from kvoffload import (
-    NO_WAIT,
-    CapacityError,
-    KVLayout,
-    LayoutError,
-    Plane,
-    ShardedEngine,
-    ShardedLayout,
-    TransferError,
-)
+from kvoffload import NO_WAIT, KVLayout, LayoutError, Plane, ShardedEngine, ShardedLayout, TransferError
 
 
 @pytest.fixture
@@ -70,24 +61,6 @@ def test_a_plan_of_each_device(two: Machine) -> None:
     reports = two.engine.plan("store", [1, 2], [0, 1], copier="strided")
     assert [report.nbytes for report in reports] == [2 * 3 * 64, 2 * 2 * 80]
     assert two.engine.statistics().in_flight == 0
-
-
-def test_as_many_jobs_as_max_in_flight_on_all_devices() -> None:
-    """The slowest device decides, and others do not run ahead of it by more."""
-    with machine(max_in_flight=3) as made:
-        streams = made.one_each()
-        gate = made.hold(1, streams[1])
-        for number in range(3):
-            made.engine.store([number], [number], after=[NO_WAIT, streams[1]])
-        made.settle()
-        with pytest.raises(CapacityError, match="3 jobs are unfinished"):
-            made.engine.store([4], [4], after=NO_WAIT)
-        with pytest.raises(CapacityError):
-            made.engine.check_room(1)
-        assert [len(device.engines()) for device in made.devices] == [1, 1]
-        gate.open()
-        made.engine.drain(10)
-        made.engine.store([4], [4], after=NO_WAIT).wait(10)
 
 
 # refusals -------------------------------------------------------------------------------------------------------------

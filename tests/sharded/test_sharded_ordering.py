@@ -121,13 +121,15 @@ def test_a_store_after_a_load_of_its_slot_waits_on_each_device(three: Machine, h
     assert [blocks(three, each, 9) for each in DEVICES] == expected
 
 
+@pytest.mark.parametrize("part", [None, 0, 1])
 @pytest.mark.parametrize("held", DEVICES)
-def test_the_stream_of_each_device_waits_for_its_transfer(three: Machine, held: int) -> None:
+def test_the_stream_of_each_device_waits_for_its_transfer(three: Machine, held: int, part: int | None) -> None:
     """`order_before` on every device's stream: the one whose transfer is held back waits, the others need not."""
     streams, theirs = three.one_each(), three.one_each()
     three.hold(held, streams[held])
-    job = three.engine.load([2], [9], after=streams)
-    job.order_before(theirs)
+    job = three.engine.load([2], [9], after=streams, parts=None if part is None else 2)
+    assert job.num_parts == (1 if part is None else 2)
+    job.order_before(theirs, part=part)
     markers = [three.marker(device) for device in DEVICES]
     for device in DEVICES:
         three.fill(device, markers[device], 9, theirs[device])
@@ -137,22 +139,6 @@ def test_the_stream_of_each_device_waits_for_its_transfer(three: Machine, held: 
     let_run(three, job)
     three.settle()
     assert all(all_are(marker.to_numpy(), 9) for marker in markers)
-
-
-@pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("held", DEVICES)
-def test_the_stream_of_each_device_waits_for_a_part(three: Machine, held: int, part: int) -> None:
-    streams, theirs = three.one_each(), three.one_each()
-    three.hold(held, streams[held])
-    job = three.engine.load([2], [9], after=streams, parts=2)
-    assert job.num_parts == 2
-    job.order_before(theirs, part=part)
-    markers = [three.marker(device) for device in DEVICES]
-    for device in DEVICES:
-        three.fill(device, markers[device], 9, theirs[device])
-    three.settle()
-    assert [bool((marker.to_numpy() == 9).any()) for marker in markers] == [device != held for device in DEVICES]
-    let_run(three, job)
 
 
 @pytest.mark.parametrize("held", DEVICES)

@@ -27,7 +27,7 @@ def every_kernel() -> list[KernelSpec]:
     moves = [kernel_spec(shape, direction) for shape in SHAPES for direction in Direction]
     products = [
         compute.kernel_spec(product, tile, half=False)
-        for product in (compute.MATMUL, compute.SKINNY, compute.SMALL)
+        for product in (compute.LARGE, compute.SMALL)
         for tile in product.tiles
     ]
     return [TABLE_SPEC, *moves, *products]

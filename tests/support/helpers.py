@@ -105,6 +105,19 @@ class Gate:
                 self._memory.release()
 
 
+@contextmanager
+def held_stream(device: kvoffload.Device) -> Iterator[tuple[kvoffload.Stream, Gate]]:
+    """A stream of the caller's that waits until its gate is opened."""
+    with device.stream() as stream:
+        gate = Gate(device)
+        gate.hold(stream.handle)
+        try:
+            yield stream, gate
+        finally:
+            gate.open()
+    gate.close()
+
+
 @dataclass
 class Rig:
     """A device, an engine over `slab`, and what a caller's program would own."""
@@ -211,6 +224,18 @@ def rig(
         yield every
     finally:
         every.close()
+
+
+def settled(device: kvoffload.Device, **options: Any) -> Iterator[Rig]:
+    """A rig, for a fixture: at the end its gates are opened, it is drained, and its engine is checked."""
+    with rig(device, **options) as made:
+        if not device.simulated:
+            warm_up(made)
+        yield made
+        for gate in made.gates:  # one that a failed test left closed
+            gate.open()
+        made.engine.drain(30)
+        whole(made.engine)
 
 
 def choose_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,10 @@ def test_a_profile_that_cannot_be_used_is_ignored_with_one_warning(folder: Path,
     path.parent.mkdir()
     path.write_bytes(content)
     assert folder in path.parents
-    with pytest.warns(KVOffloadWarning, match=r"is ignored .*`kvoffload tune` measures a new one") as caught:
+    with pytest.warns(
+        KVOffloadWarning,
+        match=r"is ignored \((it is not|it cannot|it was measured).*`kvoffload tune` measures a new one",
+    ) as caught:
         assert load_profile(H200) is default_profile(H200)
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
@@ -308,15 +311,6 @@ def test_a_profile_that_cannot_be_used_is_ignored_with_one_warning(folder: Path,
         warnings.simplefilter("error")
         assert load_profile(H200) is default_profile(H200)
     assert path.read_bytes() == content, "it is left for its owner to look at"
-
-
-@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
-def test_whatever_is_wrong_is_a_value_error(content: bytes) -> None:
-    if content in (BAD_FILES["foreign"], BAD_FILES["simulated"]):
-        assert parse(content).key is not None, "whole, but not for this device"
-        return
-    with pytest.raises(ValueError, match=r"it is not a profile|it cannot be read"):
-        parse(content)
 
 
 @pytest.mark.parametrize("label", ["", "warp", "strided 2", "gather", "Pack", " pack"])

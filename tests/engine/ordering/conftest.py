@@ -18,10 +18,8 @@ from helpers import (
     Rig,
     change_streams,
     no_leaks,
-    rig,
+    settled,
     simulated,
-    warm_up,
-    whole,
 )
 from seeds import rest_long
 
@@ -54,21 +52,10 @@ def rig_options() -> dict[str, Any]:
     return {}
 
 
-def _settled(device: kvoffload.Device, **options: Any) -> Iterator[Rig]:
-    with rig(device, **options) as made:
-        if not device.simulated:
-            warm_up(made)
-        yield made
-        for gate in made.gates:  # one that a failed test left closed
-            gate.open()
-        made.engine.drain(30)
-        whole(made.engine)
-
-
 @pytest.fixture
 def bench(device: kvoffload.Device, rig_options: dict[str, Any]) -> Iterator[Rig]:
     """A rig whose gates are open and whose pools are whole at the end."""
-    yield from _settled(device, **rig_options)
+    yield from settled(device, **rig_options)
 
 
 Carried = tuple[Rig, CopierName | None]
@@ -77,11 +64,11 @@ Carried = tuple[Rig, CopierName | None]
 def _carried(seed: int | None, copier: CopierName | None, request: pytest.FixtureRequest) -> Iterator[Carried]:
     if seed is None:
         sizes = {"planes": 16, "block_bytes": 64 << 10, "num_blocks": 32, "num_slots": 32, "staging_bytes": STAGING}
-        for made in _settled(request.getfixturevalue("gpu_device"), **sizes):
+        for made in settled(request.getfixturevalue("gpu_device"), **sizes):
             yield made, copier
     else:
         for device in _levelled(seed):
-            for made in _settled(device):
+            for made in settled(device):
                 yield made, copier
 
 

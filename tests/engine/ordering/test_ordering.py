@@ -21,7 +21,6 @@ from helpers import (
     release,
     whole,
 )
-from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine, Plane
@@ -117,18 +116,6 @@ def test_after_covers_only_what_was_queued_before(bench: Rig) -> None:
     assert all_are(bench.slot(0), 4)
 
 
-def test_order_before_holds_a_writer_back_until_a_store_has_read(bench: Rig) -> None:
-    held, writer = bench.stream(), bench.stream()
-    bench.gate(held)
-    job = bench.engine.store([3], [0], after=held)
-    job.order_before(writer)
-    bench.fill(writer, 88)
-    release(bench, job)
-    bench.synchronize(writer)
-    assert all_are(bench.slot(0), 4)
-    assert all_are(bench.block(3), 88)
-
-
 @pytest.mark.parametrize("kind", ["own", "legacy", "per-thread"])
 def test_order_before_holds_a_reader_back_until_a_load_has_written(bench: Rig, kind: str) -> None:
     held = bench.stream()
@@ -160,17 +147,6 @@ def test_order_before_covers_every_segment(bench: Rig, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("changing_streams")
-def test_stores_keep_their_order_on_different_streams(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    first = bench.engine.store([3], [0], after=held)
-    second = bench.engine.store([4], [0], after=NO_WAIT)
-    assert segments_of(first)[0].stream is not segments_of(second)[0].stream, "the test needs two streams"
-    release(bench, second)
-    assert all_are(bench.slot(0), 5)
-
-
-@pytest.mark.usefixtures("changing_streams")
 def test_loads_keep_their_order_on_different_streams(bench: Rig) -> None:
     held = bench.stream()
     bench.gate(held)
@@ -195,15 +171,6 @@ def test_several_transfers_keep_their_order(each_bench: Rig, changing: bool, mon
 # across directions
 
 
-def test_load_follows_a_store_into_its_slots(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    bench.engine.store([3], [0], after=held)
-    job = bench.engine.load([0], [5], after=NO_WAIT)
-    release(bench, job)
-    assert all_are(bench.block(5), 4)
-
-
 def test_load_follows_a_store_out_of_its_blocks(bench: Rig) -> None:
     held = bench.stream()
     bench.gate(held)
@@ -222,25 +189,6 @@ def test_store_follows_a_load_out_of_its_slots(bench: Rig) -> None:
     release(bench, job)
     assert all_are(bench.block(3), 100)
     assert all_are(bench.slot(0), 8)
-
-
-def test_store_follows_a_load_into_its_blocks(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    bench.engine.load([0], [3], after=held)
-    job = bench.engine.store([3], [6], after=NO_WAIT)
-    release(bench, job)
-    assert all_are(bench.slot(6), 100)
-
-
-def test_a_transfer_waits_only_for_conflicting_ones(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    store = bench.engine.store([3], [0], after=held)
-    load = bench.engine.load([1], [4], after=NO_WAIT)
-    bench.settle()
-    assert load.done
-    release(bench, store)
 
 
 def test_the_latest_of_several_conflicting_transfers_counts(bench: Rig) -> None:

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers import (
-    COPY_ENGINE_ONLY,
-    Rig,
-    all_are,
-    cut_segments,
-    interrupt_call,
-    release,
-    rig,
-    simulated,
-    whole,
-)
+from helpers import Rig, all_are, cut_segments, interrupt_call, release, rig, simulated, whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, place
@@ -89,27 +77,6 @@ def test_loads_of_the_same_blocks_keep_their_order(bench: Rig) -> None:
     urgent = bench.engine.load([9], [2], after=NO_WAIT, urgent=True)
     assert order_of_ends(bench, first, *usual, urgent) == [0, 1, 2, 4, 3]
     assert all_are(bench.block(2), 109)
-
-
-def test_a_load_that_has_begun_is_not_overtaken(bench: Rig) -> None:
-    stream = bench.stream()
-    bench.gate(stream)
-    begun = bench.engine.load([1, 2, 3], [1, 2, 3], after=stream, copier="loop")
-    assert segments_of(begun)
-    assert not transfer_of(begun).enqueued
-    urgent = bench.engine.load([4], [4], after=NO_WAIT, urgent=True)
-    assert order_of_ends(bench, begun, urgent) == [0, 1]
-
-
-def test_an_urgent_load_waits_for_the_store_to_its_slots(bench: Rig) -> None:
-    stream = bench.stream()
-    bench.gate(stream)
-    stored = bench.engine.store([7], [3], after=stream)
-    first = hold_first(bench)
-    usual = bench.engine.load([1], [1], after=NO_WAIT)
-    urgent = bench.engine.load([3], [3], after=NO_WAIT, urgent=True)
-    release(bench, stored, first, usual, urgent)
-    assert all_are(bench.block(3), 8)
 
 
 def test_what_a_store_follows_is_not_overtaken_by_a_load_that_follows_the_store(bench: Rig) -> None:
@@ -265,31 +232,3 @@ def test_an_interrupt_while_an_urgent_load_is_put_ahead_leaves_the_order_whole(
         assert all_are(bench.slot(3), 14)
         whole(bench.engine)
         assert bench.engine.submitted == bench.engine.statistics().load.jobs + bench.engine.statistics().store.jobs
-
-
-def numbers_are_whole(engine: OffloadEngine) -> bool:
-    """Sequence numbers of each direction have no gaps, and no slot or block has one that is not given."""
-    for queue in engine._parts.in_flight.both:
-        numbers = [transfer.sequence for transfer in queue.transfers]
-        if numbers != list(range(queue.counted + 1, queue.submitted + 1)):
-            return False
-    return True
-
-
-def test_sequence_numbers_have_no_gaps(bench: Rig) -> None:
-    hold_first(bench)
-    random = np.random.default_rng(0)
-    submit: list[Callable[[int], Job]] = [
-        lambda block: bench.engine.load([block], [block], after=NO_WAIT),
-        lambda block: bench.engine.load([block], [block], after=NO_WAIT, urgent=True),
-    ]
-    for block in range(1, 16):
-        submit[int(random.integers(2))](block)
-        assert numbers_are_whole(bench.engine)
-
-
-def test_urgent_loads_of_an_engine_without_a_bound_cost_nothing_when_none_waits(device: kvoffload.Device) -> None:
-    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
-    with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-        engine.store([1], [1]).wait(10)
-        assert engine.load([1], [2], urgent=True).wait(10).error is None

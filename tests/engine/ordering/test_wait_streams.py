@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Rig, all_are, in_threads, release
+from layerwise import Produced as OfStream
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
@@ -14,15 +15,6 @@ from kvoffload.engine import wait_streams
 from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.testing import leak_check
-
-
-class Interface:
-    """An array that speaks `__cuda_array_interface__` alone."""
-
-    def __init__(self, stream: int | None) -> None:
-        self.__cuda_array_interface__ = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
-        if stream is not None:
-            self.__cuda_array_interface__["stream"] = stream
 
 
 class Produced:
@@ -74,20 +66,11 @@ def test_a_store_follows_the_producer_of_an_array(bench: Rig) -> None:
     assert array.asked[0] > 2, "a stream of our own, not a default one"
 
 
-def test_a_store_follows_the_stream_that_an_array_interface_names(bench: Rig) -> None:
-    stream = bench.stream()
-    bench.gate(stream)
-    bench.fill(stream, 77)
-    job = bench.engine.store([3], [0], after=Interface(stream))
-    release(bench, job)
-    assert all_are(bench.slot(0), 77)
-
-
 @pytest.mark.parametrize("stream", [None, 0])
 def test_an_array_interface_without_a_stream_has_nothing_to_wait_for(bench: Rig, stream: int | None) -> None:
     blocked = bench.stream()
     bench.gate(blocked)
-    bench.engine.store([3], [0], after=Interface(stream)).wait(10)
+    bench.engine.store([3], [0], after=OfStream(stream)).wait(10)
     assert all_are(bench.slot(0), 4)
 
 
@@ -102,7 +85,7 @@ def test_a_load_follows_all_of_a_list(bench: Rig) -> None:
         streams[0],
         Stream(streams[1]),
         Produced(bench, streams[2]),
-        Interface(streams[3]),
+        OfStream(streams[3]),
     ]
     job = bench.engine.load([2], [5], after=after)
     release(bench, job)
@@ -110,19 +93,6 @@ def test_a_load_follows_all_of_a_list(bench: Rig) -> None:
         bench.synchronize(stream)
         assert all_are(target.to_numpy(), 6), "the reader saw the block before the load"
     assert all_are(bench.block(5), 102)
-
-
-def test_one_gate_of_a_list_is_enough_to_hold_a_transfer_back(bench: Rig) -> None:
-    for held in range(2):
-        streams = [bench.stream(), bench.stream()]
-        gate = bench.gate(streams[held])
-        bench.fill(streams[held], 55 + held, block=3)
-        job = bench.engine.store([3], [1], after=tuple(streams))
-        bench.settle()
-        assert not job.done
-        gate.open()
-        job.wait(10)
-        assert all_are(bench.slot(1), 55 + held)
 
 
 def test_an_empty_list_is_nothing_to_wait_for(bench: Rig) -> None:
