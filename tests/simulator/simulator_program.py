@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,13 @@ class Program:
 
     def strided(self, operations: list[Any], stream: Any) -> Any:
         return self.status("cuMemcpy3DBatchAsync", len(operations), operations, 0, stream)
+
+
+def in_threads(work: Callable[[], object], count: int = 1) -> None:
+    """Call `work` in so many threads, and raise what it raises."""
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(work) for _ in range(count)]:
+            future.result(60)
 
 
 def address_of(array: Any) -> int:
