@@ -13,7 +13,6 @@ from printed import Terminal
 from kvoffload.commands import main
 from kvoffload.replay.trace import require_readable
 from kvoffload.terminal.console import WIDTH
-from kvoffload.terminal.options import numbers
 
 
 def words(each: str | tuple[str, ...]) -> str:
@@ -76,15 +75,6 @@ def test_thousands_separators_are_refused_by_option_and_value(
     assert f"argument {arguments[-1]}: must be " in message
     assert "without thousands separators" in message
     assert f"got {value!r}" in message
-
-
-def test_a_comma_separates_numbers() -> None:
-    assert numbers("4096,100,7") == [4096, 100, 7]
-
-
-def test_the_help_of_scale_says_which_end_is_included(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "--help"]) == 0
-    assert "shrink blocks to X of their bytes, 0 < X <= 1" in capsys.readouterr().out
 
 
 # files ----------------------------------------------------------------------------------------------------------------
