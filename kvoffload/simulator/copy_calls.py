@@ -160,7 +160,7 @@ def cuMemcpyBatchAsync(
     sources = require_list(srcs, cuda.CUdeviceptr, "srcs", number)
     targets = require_list(dsts, cuda.CUdeviceptr, "dsts", number)
     stream = _batch_stream(driver, hStream, "cuMemcpyBatchAsync")
-    given = [order_at(int(each.getPtr())) for each in attributes[:attribute_count]]
+    given = [space.read_word(int(each.getPtr())) for each in attributes[:attribute_count]]
     orders = access_orders(given, indices[:attribute_count], number)
     _submit_batch(driver, stream, flat_columns(targets, sources, widths, number), orders)
     return driver.fail_index
@@ -193,7 +193,7 @@ def memcpy_batch_async_v2(
 ) -> Any:
     queue = _batch_stream(driver, stream, "cuMemcpyBatchAsync_v2")
     targets, sources, widths = (space.view(each, 8 * count).view(np.uint64) for each in (dsts, srcs, sizes))
-    given = [order_at(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
+    given = [space.read_word(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
     starts = space.view(indices, 8 * num_attrs).view(np.uint64).tolist()
     orders = access_orders(given, starts, count)
     _submit_batch(driver, queue, flat_columns(targets, sources, widths, count), orders)
@@ -242,7 +242,7 @@ def _copy_now(driver: SimulatedDriver, target: int, source: int, nbytes: int, de
     stream = driver.context().legacy
     staged = driver.staged_copies and on_host is None and target == device
     if staged:
-        driver.finish(stream, driver.submit(stream, Operation()), "a synchronous copy")
+        driver.finish(stream, driver.submit(stream, Operation(())), "a synchronous copy")
     serial = _submit_linear(driver, stream, target, source, nbytes)
     if staged:
         driver.scheduler.drift()
@@ -311,7 +311,8 @@ def _submit_copies(
     `staged`: a pageable source is read before the call returns. The batch calls do not do that.
     """
     driver.pageable_copies += sides.pageable_source or sides.pageable_target
-    serial = driver.submit(stream, CopyOperation(copies, sides.regions))
+    operation = CopyOperation(sides.regions, copies, places=sum(copy.places for copy in copies))
+    serial = driver.submit(stream, operation)
     if serial:
         for copy, order in zip(copies, orders, strict=True):
             driver.scheduler.read_source(copy, DURING_API_CALL if staged and sides.pageable_source else order)
@@ -376,10 +377,6 @@ def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: in
     if any(order not in (STREAM, DURING_API_CALL, ANY) for order in orders):
         raise RefusedError(INVALID_VALUE)
     return np.repeat(np.array(orders, np.int64), np.diff([*starts, count]))
-
-
-def order_at(address: int) -> int:
-    return space.read_word(address)
 
 
 def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:

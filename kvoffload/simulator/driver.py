@@ -308,7 +308,9 @@ class SimulatedDriver:
         with self.lock:
             try:
                 target = self.submission_stream(stream)
-                self.submit(target, KernelOperation(function, [*reads, *writes], self.memory))
+                spans = [*reads, *writes]
+                regions = [region for address, _ in spans if (region := self.memory.at(address)) is not None]
+                self.submit(target, KernelOperation(regions, function, spans, self.memory))
             except RefusedError as refused:
                 raise DriverError(refused.status) from None
             self.scheduler.drift()
@@ -428,7 +430,7 @@ class SimulatedDriver:
         with self.lock:
             made_by = Allocator(allocator)
             contexts = [self._outside.setdefault(each, Context(0, each, primary=False)) for each in devices]
-            regions = self.memory.allocate_adjacent(Kind.DEVICE, sizes, _OUTSIDE_ALIGNMENT, contexts)
+            regions = self.memory.allocate(Kind.DEVICE, sizes, _OUTSIDE_ALIGNMENT, contexts)
             for region in regions:
                 device = region.context.device
                 if made_by is Allocator.DEFAULT_POOL:
@@ -529,7 +531,6 @@ class SimulatedDriver:
         # Returns its number in the stream, or 0 if the stream is being captured. Blocks while the queue is full.
         if stream.capture is not None:
             stream.capture.check()
-            stream.capture.node_count += 1
             return 0
         stream.refuse_implicit_capture()
         most = max(0, self.queue_depth - operation.places)  # an operation that is larger than the queue gets all of it

@@ -72,30 +72,20 @@ class Module:
     pending: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class LaunchOperation(Operation):
     """A kernel's launch. Arguments were read when it was launched; the memory they point to is read when it runs."""
 
-    __slots__ = ("arguments", "chance", "function", "grid", "memory", "shared_bytes", "stored_bytes")
+    function: Function
+    grid: int
+    shared_bytes: int
+    arguments: Sequence[tuple[str, str, int]]
+    memory: MemoryTable
+    chance: random.Random
+    stored_bytes: int = 0
 
-    def __init__(
-        self,
-        function: Function,
-        grid: int,
-        shared_bytes: int,
-        arguments: Sequence[tuple[str, str, int]],
-        memory: MemoryTable,
-        chance: random.Random,
-    ) -> None:
-        pointed_at = [memory.at(value) for _, kind, value in arguments if kind == "i64"]
-        super().__init__([each for each in pointed_at if each is not None])  # must not be freed before the kernel ran
-        self.function = function
-        self.grid = grid
-        self.shared_bytes = shared_bytes
-        self.arguments = arguments
-        self.memory = memory
-        self.chance = chance
-        self.stored_bytes = 0
-        function.module.pending += 1
+    def __post_init__(self) -> None:
+        self.function.module.pending += 1
 
     def run(self) -> float:
         """Run the programs in random order: CUDA promises none."""

@@ -109,14 +109,10 @@ class MemoryTable:
         self._quarantine: deque[Region] = deque()
         self._mapped = space.MappedPages()
 
-    def allocate(self, kind: Kind, nbytes: int, alignment: int, context: Any) -> Region:
-        """New memory of exactly `nbytes`, filled with FRESH_BYTE; raises MemoryError like numpy."""
-        return self.allocate_adjacent(kind, [nbytes], alignment, [context])[0]
-
-    def allocate_adjacent(
-        self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]
-    ) -> list[Region]:
-        """Like `allocate`, regions of these sizes at addresses that follow each other; only the first is aligned."""
+    def allocate(self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]) -> list[Region]:
+        """Return new regions of exactly these bytes, filled with FRESH_BYTE, at addresses that follow each other; only
+        the first is aligned. Raises MemoryError like numpy.
+        """
         nbytes = sum(sizes)
         storage = np.empty(nbytes + 2 * GUARD_BYTES + alignment, np.uint8)
         zone_start = space.address_of(storage)

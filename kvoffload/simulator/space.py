@@ -11,7 +11,7 @@ import os
 from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,30 +22,21 @@ ADDRESS_LIMIT = 1 << 47  # user addresses on x86-64 and on the usual arm64 kerne
 _ORIGIN = 4096
 
 
-class _Everything:
-    __array_interface__: ClassVar[dict[str, Any]] = {
-        "data": (_ORIGIN, False),
-        "shape": (ADDRESS_LIMIT - _ORIGIN,),
-        "typestr": "|u1",
-        "version": 3,
-    }
-
-
-_everything: Bytes = np.asarray(_Everything())
-
-
-def view(address: int, nbytes: int) -> Bytes:
-    """The bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
-    start = address - _ORIGIN
-    return _everything[start : start + nbytes]
-
-
 class _Held:
     """Exposes a range to numpy, and keeps its owner alive as long as an array over it lives."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+_everything: Bytes = np.asarray(_Held(_ORIGIN, ADDRESS_LIMIT - _ORIGIN, None))
+
+
+def view(address: int, nbytes: int) -> Bytes:
+    """The bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
+    start = address - _ORIGIN
+    return _everything[start : start + nbytes]
 
 
 def held_view(address: int, nbytes: int, owner: object) -> Bytes:
