@@ -22,7 +22,7 @@ from kvoffload.layout.coding import CodecName
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid
-from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Undoing
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 
@@ -61,7 +61,7 @@ def series_size(model: ModelGeometry, blocks: int | None, nbytes: int, transfers
     return SeriesSize(slots, transfers or min(max(_SERIES_BYTES // transfer, _FEWEST), _MOST), transfer)
 
 
-class FieldSetup:
+class FieldSetup(Undoing):
     """A `TransferSetup` with room for a series of each direction. A context manager.
 
     Attributes:
@@ -154,16 +154,6 @@ class FieldSetup:
                 self.lab.driver.stream_destroy(stream)
             for event in self.events.values():
                 self.lab.driver.event_destroy(event)
-
-    def close(self) -> None:
-        """Wait for the streams; free all memory."""
-        self._undo.close()
-
-    def __enter__(self) -> FieldSetup:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class ContiguousSeries:
