@@ -6,8 +6,8 @@ and is not verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple
 
@@ -156,7 +156,7 @@ class FieldSetup(Undoing):
                 self.lab.driver.event_destroy(event)
 
 
-class ContiguousSeries:
+class ContiguousSeries(Undoing):
     """As many contiguous copies between pinned and GPU memory, as large as the transfers of a series, page by page.
 
     Attributes:
@@ -164,9 +164,14 @@ class ContiguousSeries:
         step: bytes of each copy.
     """
 
-    def __init__(self, copies: dict[Direction, ContiguousCopy], size: SeriesSize) -> None:
-        self._copies, self.size = copies, size
-        self.step = _pages(size.nbytes)
+    def __init__(self, lab: Lab, size: SeriesSize) -> None:
+        self.size, self.step = size, -(-size.nbytes // PAGE_BYTES) * PAGE_BYTES
+        with ExitStack() as undo:
+            self._copies = {
+                direction: undo.enter_context(closing(ContiguousCopy(lab, self.step * size.transfers)))
+                for direction in Direction
+            }
+            self._undo = undo.pop_all()
 
     def queue(self, direction: Direction, index: int, stream: int) -> None:
         self._copies[direction].queue(direction, stream, first=index * self.step, nbytes=self.step)
@@ -177,20 +182,6 @@ class ContiguousSeries:
 
     def wrong(self, directions: Sequence[Direction]) -> int:
         return sum(self._copies[direction].scenario(direction).wrong() for direction in directions)
-
-
-@contextmanager
-def contiguous_series(lab: Lab, size: SeriesSize) -> Iterator[ContiguousSeries]:
-    with ExitStack() as stack:
-        copies = {
-            direction: stack.enter_context(closing(ContiguousCopy(lab, _pages(size.nbytes) * size.transfers)))
-            for direction in Direction
-        }
-        yield ContiguousSeries(copies, size)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class StreamSubmitter:

@@ -26,19 +26,14 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("kvoffload")
 
 
-def read(path: Path) -> bytes | None:
-    """The unchecked content of a regular file; None if it cannot be read. A FIFO or a device file never blocks."""
-    return _read(path, trusted=False)
+def read(path: Path, *, trusted: bool = False) -> bytes | None:
+    """Return the content of a regular file; None if it cannot be read. A FIFO or a device file never blocks.
 
-
-def read_own(path: Path) -> bytes | None:
-    """Like `read`, for content that is trusted: None unless the file belongs to the effective user or to root, and no
-    other user may write it.
+    Args:
+        trusted: the content will be trusted: None, too, unless the file belongs to the effective user or to root, and
+            no other user may write it.
     """
-    return _read(path, trusted=True)
 
-
-def _read(path: Path, *, trusted: bool) -> bytes | None:
     def open_file(name: str, flags: int) -> int:  # a FIFO without a writer would block the open; files do not notice
         return os.open(name, flags | os.O_NONBLOCK)
 

@@ -175,7 +175,7 @@ def compiled_kernel(
         CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
     path = kernel_path(spec, compute_capability, folder, cuda=cuda)
-    content = cachefiles.read_own(path)
+    content = cachefiles.read(path, trusted=True)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
         return kept

@@ -20,13 +20,24 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import HINTS, WRITES
-from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
+from kvoffload.replay.report import Rates, add_options, report
 from kvoffload.replay.report import rates as rates_of
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
+from kvoffload.terminal.options import (
+    COMMON,
+    add_command,
+    add_common_options,
+    add_seed,
+    model,
+    not_negative,
+    numbers,
+    positive,
+    scale,
+    whole,
+)
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from kvoffload.replay import hitplot
 from kvoffload.replay.hits import HINTS, OPTIMUM, WRITES, Policies, PolicyResult, Survey, TierResult, hits_of_policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
-from kvoffload.terminal.options import whole
+from kvoffload.terminal.options import positive, whole
 
 _MEANINGS = {
     "admitted": "admitted: blocks worth their write.",
@@ -149,13 +148,8 @@ def _worth(result: TierResult, rates: Rates, disk_rate: float | None) -> dict[st
     """Bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
     saved, load = rates.prefill_seconds(result.hits), rates.load_seconds(result.hits) or 0.0
     read = None if disk_rate is None else rates.load_bytes(result.disk_hits) / (disk_rate * 1e9)
-    return {
-        "load_bytes": rates.load_bytes(result.hits),
-        "prefill_seconds_saved": saved,
-        "load_seconds": load,
-        "disk_seconds": read,
-        "seconds_saved": saved - load - (read or 0.0),
-    }
+    worth = {"load_bytes": rates.load_bytes(result.hits)} | rates.fields_of(result.hits)
+    return worth | {"disk_seconds": read, "seconds_saved": saved - load - (read or 0.0)}
 
 
 def _print_disk(results: Sequence[TierResult], title: str, output: Output) -> None:
@@ -284,19 +278,3 @@ def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
         )
     given = None if measures else arguments.load_gb_per_s
     return Rates(arguments.model, arguments.tokens_per_hash, arguments.prefill_tokens_per_second, given)
-
-
-def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """An argparse type: 0, or a finite number above it."""
-    return 0.0 if text.strip() in ("0", "0.0") else positive(text)

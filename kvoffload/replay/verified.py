@@ -39,7 +39,7 @@ from kvoffload.tiers import Tier
 _STAGING_BYTES = 128 << 20
 _MAX_STAGING_KEYS = 256
 _POISON = 0xA5
-PROMOTION_SECONDS = 30.0
+_PROMOTION_SECONDS = 30.0
 SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
@@ -108,12 +108,10 @@ class VerifiedCache:
         seed: int = 0,
         make_tier: Callable[[int], Tier] | None = None,
         write: WriteName = "admitted",
-        deadline: float = PROMOTION_SECONDS,
         progress: Progress | None = None,
     ) -> None:
         self._device = device
         self._factor = blocks_per_key
-        self._deadline = deadline
         self._lanes = in_flight
         self._places = max(1, min(longest, capacity))  # of a lane
         num_blocks = in_flight * self._places * blocks_per_key
@@ -216,7 +214,7 @@ class VerifiedCache:
         """Load the leading keys that are in slots (`found`, now) or come from the tier; returns how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
-        promotion = clock.call(self.cache.promote, unique, deadline=self._deadline)
+        promotion = clock.call(self.cache.promote, unique, deadline=_PROMOTION_SECONDS)
         try:
             yield promotion
             self.counts.promotion_seconds += time.perf_counter() - begin

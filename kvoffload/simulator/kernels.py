@@ -23,8 +23,6 @@ MAGIC = b"kvoffload simulated kernel\n"
 DEFAULT_SHARED_BYTES = 48 << 10  # what a launch may ask for without cuFuncSetAttribute
 IMAGE_SHARED_BYTES = 64 << 10  # what launches of an image need if it does not say: more than they get without asking
 
-_NAMES = {"module", "function", "parameters", "constants", "threads", "shared_bytes"}
-
 
 @dataclass(slots=True, eq=False)
 class Code:
@@ -39,16 +37,14 @@ class Code:
 
     @classmethod
     def parse(cls, image: bytes) -> Code:
+        """Read an image; ValueError or TypeError if it is none."""
         if not image.startswith(MAGIC):
             raise ValueError("no image of a simulated kernel")
-        fields = json.loads(image[len(MAGIC) :])
-        if not isinstance(fields, dict) or set(fields) != _NAMES:
-            raise ValueError(f"an image has {sorted(_NAMES)}, this one {fields!r:.200}")
-        fields["parameters"] = [(str(name), str(kind)) for name, kind in fields["parameters"]]
-        fields["constants"] = dict(fields["constants"])
-        if {kind for _, kind in fields["parameters"]} - {"i32", "i64"}:
-            raise ValueError(f"parameters are i32 or i64, these are {fields['parameters']}")
-        return cls(**fields)
+        code = cls(**json.loads(image[len(MAGIC) :]))
+        code.parameters = [(str(name), str(kind)) for name, kind in code.parameters]
+        if {kind for _, kind in code.parameters} - {"i32", "i64"}:
+            raise ValueError(f"parameters are i32 or i64, these are {code.parameters}")
+        return code
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ Every number has an upper limit: no option may lead to an overflow, or to a requ
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -67,11 +68,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=whole(0), default=0, metavar="N", help=hidden)
 
 
-def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
-    """`--wide`; `more` names the additional output."""
-    parser.add_argument("--wide", action="store_true", help=f"also {more}; no limit of 80 columns")
-
-
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--seed", type=whole(0, (1 << 63) - 1), default=0, metavar="N", help=f"for {use} (default 0)")
 
@@ -104,13 +100,30 @@ def size(text: str) -> int:
 
 def scale(text: str) -> float:
     """An argparse type: a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: 0, or a finite number above it."""
+    return 0.0 if text.strip() in ("0", "0.0") else positive(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
 def model(text: str) -> ModelGeometry:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvoffload.commands.pool import tenant
-from kvoffload.replay.report import not_negative, positive
 from kvoffload.terminal.console import WIDTH
+from kvoffload.terminal.options import not_negative, positive
 
 SIMULATED = ("--backend", "simulated")
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
