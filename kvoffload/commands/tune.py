@@ -116,7 +116,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
-    """`kept`: the profile was saved where engines look for it."""
+    """Print what was measured. `kept`: the profile was saved where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
     profile = tuning.profile
     if fields["simulated"]:

@@ -17,7 +17,7 @@ warned: set[str] = set()  # the causes that `warn_once` has warned of in this pr
 
 
 def cache_folder() -> Path:
-    """The folder in the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
+    """Return the folder in the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -64,7 +64,7 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def why_not_writable() -> str | None:
-    """Why no file can be written to the cache folder; None if an empty one can."""
+    """Return why no file can be written to the cache folder; None if an empty one can."""
     import tempfile  # takes 3 ms to import, with what it imports
 
     try:

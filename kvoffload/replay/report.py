@@ -83,7 +83,7 @@ def report(
 
 
 def _table(title: str, cells: Mapping[str, Callable[[Any], str]], results: Sequence[Any], output: Output) -> None:
-    """A table of results.
+    """Print a table of results.
 
     Args:
         cells: by heading, the function that makes a result's cell.
@@ -145,7 +145,7 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
 
 
 def _worth(result: TierResult, rates: Rates, disk_rate: float | None) -> dict[str, Any]:
-    """Bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
+    """Return the bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
     saved, load = rates.prefill_seconds(result.hits), rates.load_seconds(result.hits) or 0.0
     read = None if disk_rate is None else rates.load_bytes(result.disk_hits) / (disk_rate * 1e9)
     worth = {"load_bytes": rates.load_bytes(result.hits)} | rates.fields_of(result.hits)
@@ -153,7 +153,9 @@ def _worth(result: TierResult, rates: Rates, disk_rate: float | None) -> dict[st
 
 
 def _print_disk(results: Sequence[TierResult], title: str, output: Output) -> None:
-    """The verdict takes the most host and disk slots, and compares with the host alone if that was replayed."""
+    """Print a verdict and a table. The verdict takes the most host and disk slots, and compares with the host alone if
+    that was replayed.
+    """
 
     def ratio(result: TierResult) -> str:
         return "-" if result.hits_per_written is None else f"{result.hits_per_written:.2f}"
@@ -211,15 +213,15 @@ class Rates:
     measured: bool = False
 
     def prefill_seconds(self, hits: int) -> float:
-        """Seconds of computing the tokens of `hits` hits."""
+        """Return the seconds of computing the tokens of `hits` hits."""
         return hits * self.tokens_per_hash / self.prefill_tokens_per_second
 
     def load_bytes(self, hits: int) -> int:
-        """Bytes of the blocks that hold the tokens of `hits` hits, in all planes."""
+        """Return the bytes of the blocks that hold the tokens of `hits` hits, in all planes."""
         return hits * self.tokens_per_hash * self.model.bytes_per_block // self.model.tokens_per_block
 
     def load_seconds(self, hits: int) -> float | None:
-        """Seconds of loading those bytes; None if the bandwidth is not known."""
+        """Return the seconds of loading those bytes; None if the bandwidth is not known."""
         if hits == 0:
             return 0.0
         return None if self.load_gb_per_s is None else self.load_bytes(hits) / (self.load_gb_per_s * 1e9)
@@ -238,7 +240,7 @@ class Rates:
         }
 
     def describe(self) -> str:
-        """The assumptions behind a table's figures."""
+        """Return the assumptions behind a table's figures."""
         source = "measured in this replay" if self.measured else "as given"
         loads = (
             "loads not measured" if self.load_gb_per_s is None else f"loads at {self.load_gb_per_s:g} GB/s, {source}"
@@ -265,7 +267,7 @@ def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
 
 
 def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
-    """The values of the options of `add_options`; None without --prefill-tokens-per-second."""
+    """Return the values of the options of `add_options`; None without --prefill-tokens-per-second."""
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:
             raise CommandError("--load-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")

@@ -147,7 +147,7 @@ class VerifiedCache:
         self.counts = Counts()
 
     def fields(self) -> dict[str, Any]:
-        """The counts for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
+        """Return the counts for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
         counts, done = self.counts, self.cache.statistics()
         fields: dict[str, Any] = {
             "blocks_requested": counts.blocks_requested,
@@ -188,7 +188,7 @@ class VerifiedCache:
         overlap(self.steps, requests, self._lanes, ended)
 
     def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
-        """One request, on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
+        """Serve one request on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
         ended. Others may be served meanwhile, on other lanes.
         """
         counts, clock = self.counts, _Clock()
@@ -293,7 +293,9 @@ class VerifiedCache:
         self.counts.corrupt_blocks += len(wrong)
 
     def _sample(self, key: bytes, place: int) -> bool:
-        """Whether the blocks of one key are right, read plane by plane and block by block with synchronous copies."""
+        """Return whether the blocks of one key are right, read plane by plane and block by block with synchronous
+        copies.
+        """
         for index, group in enumerate(self.layout.groups):
             found = np.empty(group.payload_bytes, dtype=np.uint8)
             places = zip(group.planes, group.host_offsets.tolist(), group.host_steps.tolist(), strict=True)

@@ -106,7 +106,7 @@ class Operation:
         return MICROSECONDS_PER_MARKER
 
     def end(self) -> None:
-        """The operation has left its queue, whether it ran or was dropped."""
+        """Note that the operation has left its queue, whether it ran or was dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,9 @@ class Stream:
     capture: Capture | None = None
 
     def refuse_implicit_capture(self, *, asking: bool = False) -> None:
-        """The legacy stream would wait for a captured one. That ends the capture, unless the call only asks for it."""
+        """Refuse a call on the legacy stream that would wait for a captured one. That ends the capture, unless the call
+        is `asking` about it.
+        """
         for other in list(self.context.blocking.values()) if self is self.context.legacy else ():
             if other.capture is not None:
                 other.capture.invalidated |= not asking

@@ -137,7 +137,7 @@ def raw_call(body: Body) -> Body:
 
 
 def integer(value: Any, *, signed: bool = False) -> int:
-    """A handle, an address or a flag; the handle types and None count as integers, as in the bindings."""
+    """Return a handle, an address or a flag as an int; the handle types and None count as integers, as in the bindings."""
     if value is None:
         return 0
     if isinstance(value, str | bytes | float):
@@ -316,8 +316,9 @@ class SimulatedDriver:
             self.scheduler.drift()
 
     def view(self, address: Any, nbytes: int) -> space.Bytes:
-        """Device or pinned memory as a writable uint8 array, (nbytes,), without a copy. It does not wait for queued
-        work, and does not keep the memory alive: do not use it after a free. Raises ValueError for other addresses.
+        """Return device or pinned memory as a writable uint8 array, (nbytes,), without a copy. It does not wait for
+        queued work, and does not keep the memory alive: do not use it after a free. Raises ValueError for other
+        addresses.
         """
         self._holding(address, nbytes)
         return space.view(int(address), nbytes)
@@ -348,7 +349,7 @@ class SimulatedDriver:
         return region
 
     def pending_operations(self) -> int:
-        """How many operations are queued and have not run, in all contexts."""
+        """Return how many operations are queued and have not run, in all contexts."""
         return self.scheduler.pending
 
     def run_all(self) -> None:
@@ -365,7 +366,7 @@ class SimulatedDriver:
                 self.check_guards_of(region)
 
     def leaks(self) -> dict[str, int]:
-        """How many objects of each kind exist now, over all contexts: all 0 if everything was freed.
+        """Return how many objects of each kind exist now, over all contexts: all 0 if everything was freed.
 
         Keys: those of `contents`, and allocation_handles, contexts (without primary ones), primary_retains. Objects
         that a primary context still had at its last release stay counted.
@@ -380,7 +381,7 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind a context has; None: all contexts.
+        """Return how many objects of each kind a context has; None: all contexts.
 
         Keys, always present: streams, events, device_allocations, host_allocations, registered_ranges, modules.
         """

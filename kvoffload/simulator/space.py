@@ -34,7 +34,7 @@ _everything: Bytes = np.asarray(_Held(_ORIGIN, ADDRESS_LIMIT - _ORIGIN, None))
 
 
 def view(address: int, nbytes: int) -> Bytes:
-    """The bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
+    """Return the bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
     start = address - _ORIGIN
     return _everything[start : start + nbytes]
 
@@ -57,7 +57,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def host_address(pointer: Any) -> int:
-    """The address that the bindings take from a host pointer argument: an integer, or an object with a buffer."""
+    """Return the address that the bindings take from a host pointer argument: an integer, or an object with a buffer."""
     if isinstance(pointer, np.ndarray):
         return address_of(pointer)
     if hasattr(pointer, "__int__"):
@@ -69,7 +69,7 @@ _PROBED = 1 << 16  # bytes: for longer spans the list of all pages is read, whic
 
 
 def can_be_read(address: int, nbytes: int) -> bool:
-    """Whether the kernel, which checks each page, has copied a short span to a file in memory."""
+    """Return whether the kernel, which checks each page, has copied a short span to a file in memory."""
     span = view(address, nbytes)
     if not (address >= _ORIGIN and 0 < nbytes == span.nbytes <= _PROBED and hasattr(os, "memfd_create")):
         return False
@@ -101,7 +101,9 @@ class MappedPages:
         return self._known(*span) or can_be_read(*span) or self._listed(*span)
 
     def can_be_pinned(self, address: int, nbytes: int) -> bool:
-        """Whether a span is mapped, and not shared with a file on a disk: driver 580 registers none of those (ext4)."""
+        """Return whether a span is mapped, and not shared with a file on a disk: driver 580 registers none of those
+        (ext4).
+        """
         return self._listed(address, nbytes, _PINNABLE)
 
     def _listed(self, address: int, nbytes: int, names: tuple[bytes, ...] = (b"",)) -> bool:

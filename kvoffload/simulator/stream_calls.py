@@ -225,7 +225,7 @@ def _uncaptured(event: Event) -> Record | None:
 
 
 def _wait_in_capture(stream: Stream, record: Record) -> Any:
-    """A wait for an event of a capture makes the waiting stream join the capture, or is an error."""
+    """Make a stream that waits for an event of a capture join it, or refuse the wait."""
     capture = record.capture
     if capture is None:
         assert stream.capture is not None

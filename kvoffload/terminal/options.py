@@ -40,7 +40,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def add_command(
     commands: Any, name: str, summary: str, text: str, *, example: str, common: str = "", usage: str = "[options]"
 ) -> argparse.ArgumentParser:
-    """The parser of a command, whose help shows every option, in lines of 80 columns.
+    """Add the parser of a command, whose help shows every option, in lines of 80 columns.
 
     `name` and `summary` are in the list of commands; `common` names the options of `add_common_options`, "" for none.
     """
@@ -61,7 +61,7 @@ COMMON = "--json, --backend auto|cuda|simulated, --device N"
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `COMMON` names. With `auto`, the simulated device is used if there is no usable GPU."""
+    """Add the options that `COMMON` names. With `auto`, the simulated device is used if there is no usable GPU."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--json", action="store_true", help=hidden)
     parser.add_argument("--backend", choices=("auto", "cuda", "simulated"), default="auto", help=hidden)
