@@ -40,7 +40,7 @@ def size(name: str, value: Any, minimum: int) -> int:
 
 
 def parsed_size(text: str) -> int | None:
-    """Return bytes, from text such as "64GiB" (64 << 30), "1.5TiB", "64GB" (64 * 10**9) or "65536"; None for any other."""
+    """Return bytes, from text such as "64GiB" (64 << 30), "1.5TiB", "64GB" (64 * 10**9) or "65536"; None for others."""
     found = _SIZE.fullmatch(text)
     if found is None or ("." in found[1] and found[2] is None):
         return None
@@ -57,7 +57,7 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
 
 
 def to_wait(name: str, value: Any) -> float:
-    """Return seconds to wait, as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
+    """Return seconds as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     limited = min(value, threading.TIMEOUT_MAX) if number else math.nan
     if math.isnan(limited):
@@ -77,7 +77,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Describe an exception for a message: its type and the first line of its text, masked; no error for any exception."""
+    """Describe an exception: its type and the first line of its text, masked; no error for any exception."""
     try:
         text = str(error).partition("\n")[0].encode(errors="replace").decode()  # any log can have it
     except Exception:  # noqa: BLE001  # an exception that cannot show itself must not replace what is reported

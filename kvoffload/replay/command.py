@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def coded_slots(arguments: argparse.Namespace) -> dict[int, int]:
-    """Return, for each number of slots, how many with --codec lie in the same memory, padding to whole pages included."""
+    """Return, for each number of slots, how many with --codec lie in the same memory, padded to whole pages."""
     model, name = arguments.model, arguments.codec
     starts = range(1 << 20, (1 << 20) + model.planes_per_group[0] * model.block_bytes, model.block_bytes)
     planes = [Plane(start, block_bytes=model.block_bytes, num_blocks=1) for start in starts]

@@ -234,7 +234,7 @@ class HostPool:
 
 
 def host_policy(name: str, slots: int) -> Policy:
-    """Make a policy like `make_policy`, but "prefix" never declines a key, since a declined key never reaches the disk."""
+    """Like `make_policy`, but "prefix" never declines a key, since a declined key never reaches the disk."""
     return Prefix(slots, declines=False) if name == "prefix" else make_policy(name, slots)
 
 

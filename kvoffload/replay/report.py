@@ -145,7 +145,7 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
 
 
 def _worth(result: TierResult, rates: Rates, disk_rate: float | None) -> dict[str, Any]:
-    """Return the bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
+    """Return bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
     saved, load = rates.prefill_seconds(result.hits), rates.load_seconds(result.hits) or 0.0
     read = None if disk_rate is None else rates.load_bytes(result.disk_hits) / (disk_rate * 1e9)
     worth = {"load_bytes": rates.load_bytes(result.hits)} | rates.fields_of(result.hits)

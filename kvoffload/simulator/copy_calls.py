@@ -369,7 +369,7 @@ def flat_columns(targets: Any, sources: Any, sizes: Any, count: int) -> Columns:
 
 
 def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: int) -> Indices:
-    """Return the order of each copy: attribute k applies from `first_indices[k]` on. Raises RefusedError as documented."""
+    """Return the order of each copy: attribute k applies from `first_indices[k]` on. RefusedError as documented."""
     starts = list(first_indices)
     rising = all(a < b for a, b in itertools.pairwise(starts))
     if not orders or len(orders) > count or starts[0] != 0 or not rising or starts[-1] >= count:

@@ -137,7 +137,7 @@ def raw_call(body: Body) -> Body:
 
 
 def integer(value: Any, *, signed: bool = False) -> int:
-    """Return a handle, an address or a flag as an int; the handle types and None count as integers, as in the bindings."""
+    """Return a handle, an address or a flag as an int; handle types and None count as integers, as in the bindings."""
     if value is None:
         return 0
     if isinstance(value, str | bytes | float):

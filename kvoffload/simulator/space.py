@@ -57,7 +57,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def host_address(pointer: Any) -> int:
-    """Return the address that the bindings take from a host pointer argument: an integer, or an object with a buffer."""
+    """Return the address that the bindings take from a host pointer: an integer, or an object with a buffer."""
     if isinstance(pointer, np.ndarray):
         return address_of(pointer)
     if hasattr(pointer, "__int__"):

@@ -246,7 +246,7 @@ _GAP = 2  # between the columns of a table
 
 
 def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
-    """Break text into lines of at most `width` columns, the later ones indented; a longer word has a line of its own."""
+    """Break text into lines of at most `width` columns, the later ones indented; a longer word has its own line."""
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
     )

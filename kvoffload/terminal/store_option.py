@@ -197,7 +197,7 @@ def _addresses(given: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _tried_connection(given: Mapping[str, Any]) -> Exception | None:
-    """Connect, and return the trouble with a connection to the first server, or with TLS on it; None if there is none."""
+    """Connect to the first server, and return the trouble with that, or with TLS on it; None if there is none."""
     address, wanted, speaks = _addresses(given)[0], bool(given.get("tls")), True
     try:
         connection = socket.create_connection(address, _HANDSHAKE_SECONDS)

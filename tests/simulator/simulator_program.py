@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pytest
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator import SimulatedDriver
@@ -116,9 +115,3 @@ def rectangle(target: Any, source: Any, width: int, height: int, target_pitch: i
     made.srcPitch, made.dstPitch = source_pitch, target_pitch
     made.WidthInBytes, made.Height = width, height
     return made
-
-
-@pytest.fixture(name="program")
-def program_fixture() -> Program:
-    """Import it where a test takes `program`."""
-    return Program()

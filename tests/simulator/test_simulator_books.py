@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 from counting import steps
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ANY,
-    Program,
-    R,
-    attributes,
-    in_threads,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import ANY, Program, R, attributes, in_threads
 
 
 def test_leaks_and_repr_show_what_is_alive(program: Program) -> None:

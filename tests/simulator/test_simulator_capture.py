@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Probe, Verdict
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    LEGACY,
-    Program,
-    R,
-    in_threads,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import LEGACY, Program, R, in_threads
 
 STATUS = cuda.CUstreamCaptureStatus
 FORBIDDEN = {

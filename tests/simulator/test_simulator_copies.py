@@ -22,7 +22,6 @@ from simulator_program import (
     R,
     address_of,
     attributes,
-    program_fixture,  # noqa: F401
     rectangle,
     strided_operation,
 )

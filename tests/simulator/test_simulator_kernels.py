@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from capture_probe import GLOBAL
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ILLEGAL_ADDRESS,
-    Program,
-    R,
-    address_of,
-    in_threads,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import ILLEGAL_ADDRESS, Program, R, address_of, in_threads
 
 from kvoffload.simulator import SimulatorError, interpreter, kernels
 
@@ -292,11 +285,8 @@ def test_a_gpu_with_fewer_threads_a_block_refuses_the_launch_and_says_so_before(
 
 
 def test_shared_memory_beyond_48_kib_is_asked_for_and_is_bounded(program: Program) -> None:
-    function, stream, rows = (
-        load(program, COPY_ROWS | {"shared_bytes": 65_536}),
-        program.stream(),
-        make_rows(program, 4),
-    )
+    function = load(program, COPY_ROWS | {"shared_bytes": 65_536})
+    stream, rows = program.stream(), make_rows(program, 4)
     assert launch(program, function, rows.arguments, stream, shared_bytes=65_536) == R.CUDA_ERROR_INVALID_VALUE
     assert program.status("cuFuncSetAttribute", function, MAX_SHARED, 232_449) == R.CUDA_ERROR_INVALID_VALUE
     assert program.status("cuFuncSetAttribute", function, MAX_THREADS, 64) == R.CUDA_ERROR_INVALID_VALUE
@@ -435,12 +425,8 @@ def test_an_address_that_is_not_aligned_to_its_word_loses_the_context(program: P
 def test_a_kernel_that_is_promised_more_alignment_than_there_is_loses_the_context(
     program: Program, alignment: int, status: Any
 ) -> None:
-    constants = {"WORDS": 8, "ROWS": 4, "ALIGNMENT": alignment}
-    function, stream, rows = (
-        load(program, COPY_ROWS | {"constants": constants}),
-        program.stream(),
-        make_rows(program, 4),
-    )
+    function = load(program, COPY_ROWS | {"constants": {"WORDS": 8, "ROWS": 4, "ALIGNMENT": alignment}})
+    stream, rows = program.stream(), make_rows(program, 4)
     rows.table[:4] = int(program.device(400, 7)) + 8 + 72 * np.arange(4)
     launch(program, function, rows.arguments, stream)
     assert program.status("cuStreamSynchronize", stream) == status

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ANY,
-    DURING_API_CALL,
-    PER_THREAD,
-    Program,
-    R,
-    attributes,
-    program_fixture,  # noqa: F401
-    rectangle,
-    strided_operation,
-)
+from simulator_program import ANY, DURING_API_CALL, PER_THREAD, Program, R, attributes, rectangle, strided_operation
 
 from kvoffload.driver import functions
 from kvoffload.simulator import SimulatedDriver, copy_calls, space
