@@ -16,6 +16,7 @@ from replay_oracles import (
     find_real_trace,
     generated_trace,
     keys_of,
+    write_lines,
     write_trace,
 )
 from replaying import HYBRID, TINY, replay
@@ -297,8 +298,7 @@ def test_2000_requests_of_the_real_trace_on_a_gpu(
     ],
 )
 def test_timestamps_of_a_trace(tmp_path: Path, stamps: list[Any], seconds: list[float] | None) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps({"hash_ids": [1], "timestamp": stamp}) + "\n" for stamp in stamps))
+    path = write_lines(tmp_path / "trace.jsonl", ({"hash_ids": [1], "timestamp": stamp} for stamp in stamps))
     trace = read_timed_trace(path)
     assert trace.requests == read_timed_trace(path).requests == [keys_of([1])] * 3
     assert trace.seconds == (None if seconds is None else pytest.approx(seconds))
