@@ -130,11 +130,7 @@ def test_what_the_driver_lacks_is_named(capsys: pytest.CaptureFixture[str], monk
     old = kvoffload.open_device(backend=SimulatedDriver(driver_version=(12, 4), bindings_version=(13, 3)))
     monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
     fields = run_json(capsys, *SIMULATED)
-    assert set(fields["not_run"]) == {
-        "block-major by batch",
-        "plane-major by strided",
-        "separate allocations by pack",
-    }
+    assert set(fields["not_run"]) == {f"{layout} by {copier}" for layout, copier in LAYOUTS.items()}
     assert fields["submissions"] == []
     assert fields["wrong_rows"] == 0
 

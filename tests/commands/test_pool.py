@@ -197,15 +197,10 @@ def test_pool_alone_shows_its_actions(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("1", 1),
-        ("4096", 4096),
         ("4096B", 4096),
-        ("2KiB", 2048),
         ("1.5 MiB", 3 << 19),
-        ("64GiB", 64 << 30),
         ("2TiB", 2 << 40),
         ("64GB", 64 * 10**9),
-        ("1.5 TB", 15 * 10**11),
         ("1152921504606846976", 1 << 60),
     ],
 )
