@@ -82,6 +82,7 @@ def check_options(parser: argparse.ArgumentParser) -> None:
         names = action.option_strings or [str(action.metavar)]
         if names != ["-h", "--help"]:
             assert re.search(rf"(?<![\w-]){re.escape(names[-1])}(?![\w-])", shown), names
-        for number in () if action.type in _NO_WHOLE_NUMBERS else ("9" * 26, "-1"):
+        kind: Any = action.type
+        for number in () if kind in _NO_WHOLE_NUMBERS else ("9" * 26, "-1"):
             with pytest.raises(argparse.ArgumentTypeError):
-                action.type(number)  # type: ignore[operator]
+                kind(number)
