@@ -69,7 +69,7 @@ def open_cache(
     tiers: Sequence[Tier] = (),
     **options: Unpack[CacheOptions],
 ) -> BlockCache[Any]:
-    """A cache of the blocks of your KV cache in pinned host memory, and on a disk. Close it, or use it in `with`.
+    """Open a cache of the blocks of your KV cache in pinned host memory, and on a disk. Close it, or use it in `with`.
 
     `fetch` loads what it has, `keep` stores, `keys` computes keys. Below are `cache.engine`, `cache.engine.devices` and
     `cache.engine.layout`. For options that are not here, make those yourself, as `BlockCache` says.

@@ -19,6 +19,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import add_command, whole
+from kvoffload_bench.tier_calls import numbered_keys
 
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us")
 
@@ -109,10 +110,12 @@ def _measure(name: str, make: Callable[[], Any], blocks: int, keys: int, repeats
     cache, random = make(), Random(0)
     _fill(cache, blocks, keys)
     before = cache.evicted
-    lookups = [_timed(cache.lookup, _keys(random.randrange(blocks // keys) * keys, keys)) for _ in range(repeats)]
+    lookups = [
+        _timed(cache.lookup, numbered_keys(random.randrange(blocks // keys) * keys, keys)) for _ in range(repeats)
+    ]
     stores, touches = [], []
     for number in range(repeats):
-        request = _keys(blocks + number * keys, keys)
+        request = numbered_keys(blocks + number * keys, keys)
         stores.append(_timed(cache.store, request))
         touches.append(_timed(cache.touch, request))
     assert cache.evicted - before == repeats * keys, "every new block displaces one"
@@ -137,13 +140,8 @@ def _timed(call: Callable[[list[bytes]], object], keys: list[bytes]) -> float:
 def _fill(cache: Any, blocks: int, keys: int) -> None:
     """Store all blocks; every second request comes once again, soon: new blocks are worth having."""
     for number, start in enumerate(range(0, blocks, keys)):
-        request = _keys(start, min(keys, blocks - start))
+        request = numbered_keys(start, min(keys, blocks - start))
         cache.store(request)
         cache.touch(request)
         if number % 2:
-            cache.touch(_keys(start - keys, keys))
-
-
-def _keys(start: int, count: int) -> list[bytes]:
-    """New objects each time, as requests bring them."""
-    return [number.to_bytes(16, "little") for number in range(start, start + count)]
+            cache.touch(numbered_keys(start - keys, keys))

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffload import kernels
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
-from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
+from kvoffload.driver import FlatTable, SourceOrder, StridedTable, address_of
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.types import UInt64Array
@@ -52,29 +52,16 @@ def bare_calls(setup: TransferSetup, direction: Direction) -> dict[str, TimedCop
 
 def bare_strided(setup: TransferSetup, direction: Direction) -> TimedCopy:
     """One operation a slot, with a row for each plane; the planes must fold."""
-    operations = []
-    for group in setup.groups:
-        first, pitch = group.planes[0].address, group.planes[1].address - group.planes[0].address
-        for start, slot in zip(group.starts.tolist(), group.slots.tolist(), strict=True):
-            device = first + start * setup.block_bytes, pitch
-            ends = device, (setup.pool_address + slot * setup.layout.slot_bytes, setup.row_bytes)
-            source, target = ends if direction is Direction.STORE else ends[::-1]
-            operations.append(_operation(source, target, setup.row_bytes, setup.plane_count))
+    count, rows = setup.slot_count, setup.rows_per_slot
+    (source, source_pitch), (target, target_pitch) = (
+        (end[::rows], end[1::rows] - end[::rows]) for end in setup.ends(direction)
+    )
+    width, height = (np.array([size], dtype=np.uint64) for size in (setup.row_bytes, rows))
+    table = StridedTable(count, batched=True)
+    table.fill((source, target, source_pitch, target_pitch, width, height), SourceOrder.STREAM)
+    table.make_objects(count)
     call = setup.lab.driver.api.cuMemcpy3DBatchAsync
-    return lambda: setup.lab.wait(lambda stream: _check(call(len(operations), operations, 0, stream)))
-
-
-def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
-    """A strided operation of `height` rows of `width` bytes; ends are (address, pitch)."""
-    driver = binding_types()
-    operation = driver.CUDA_MEMCPY3D_BATCH_OP()
-    for end, (address, pitch) in ((operation.src, source), (operation.dst, target)):
-        end.type = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
-        end.op.ptr.ptr = address
-        end.op.ptr.rowLength = pitch
-    operation.extent.width, operation.extent.height, operation.extent.depth = width, height, 1
-    operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return operation
+    return lambda: setup.lab.wait(lambda stream: _check(call(count, table.objects[:count], 0, stream)))
 
 
 def flat_batch(setup: TransferSetup, direction: Direction) -> TimedCopy:

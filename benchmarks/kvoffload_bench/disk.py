@@ -135,10 +135,7 @@ class BareLoop(BareCalls):
         for future in [self._pool.submit(work) for _ in range(self._threads)]:
             future.result()
 
-    def __enter__(self) -> BareLoop:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown()
         os.close(self._file)
 

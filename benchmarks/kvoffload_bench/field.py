@@ -15,7 +15,7 @@ from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import COMMON, add_command, models, numbers, size, whole
 from kvoffload_bench import field_report
 from kvoffload_bench.field_compute import Situation
-from kvoffload_bench.field_methods import ContiguousSeries, FieldMethods, FieldSetup, contiguous_series, series_size
+from kvoffload_bench.field_methods import ContiguousSeries, FieldMethods, FieldSetup, series_size
 from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
 from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun
@@ -146,7 +146,7 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
                     transfers = transfers or _SIMULATED_TRANSFERS
                     blocks = blocks or (None if plan.nbytes else _SIMULATED_BLOCKS)
                 size = series_size(model, blocks, plan.nbytes or _BYTES, transfers)
-                with contiguous_series(lab, size) as contiguous:
+                with ContiguousSeries(lab, size) as contiguous:
                     for layout in plan.layouts:
                         _add_cells(fields, series, layout, model, contiguous, plan.codec)
     cells = fields["cells"]

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvoffload.calibration.compute import LARGE, SMALL, Computation, Product, ProductTile
-from kvoffload_bench.harness import Lab
+from kvoffload_bench.harness import Lab, Undoing
 
 _CHUNK_SECONDS = 180e-6
 _MOST_IN_CHUNK = 8
@@ -111,7 +111,7 @@ class _Chunk(NamedTuple):
     end: int
 
 
-class ConcurrentCompute:
+class ConcurrentCompute(Undoing):
     """Keeps products queued. Its methods need the device's context to be current. Free it with `close`.
 
     Attributes:
@@ -224,6 +224,3 @@ class ConcurrentCompute:
             self._driver.stream_synchronize(self.stream)
             for event in self._events:
                 self._driver.event_destroy(event)
-
-    def close(self) -> None:
-        self._undo.close()

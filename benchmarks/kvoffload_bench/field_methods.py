@@ -6,8 +6,8 @@ and is not verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from kvoffload.layout.coding import CodecName
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
 from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GRID_STRIDE, GridStride, open_grid
-from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Undoing
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 
@@ -61,7 +61,7 @@ def series_size(model: ModelGeometry, blocks: int | None, nbytes: int, transfers
     return SeriesSize(slots, transfers or min(max(_SERIES_BYTES // transfer, _FEWEST), _MOST), transfer)
 
 
-class FieldSetup:
+class FieldSetup(Undoing):
     """A `TransferSetup` with room for a series of each direction. A context manager.
 
     Attributes:
@@ -155,18 +155,8 @@ class FieldSetup:
             for event in self.events.values():
                 self.lab.driver.event_destroy(event)
 
-    def close(self) -> None:
-        """Wait for the streams; free all memory."""
-        self._undo.close()
 
-    def __enter__(self) -> FieldSetup:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class ContiguousSeries:
+class ContiguousSeries(Undoing):
     """As many contiguous copies between pinned and GPU memory, as large as the transfers of a series, page by page.
 
     Attributes:
@@ -174,9 +164,14 @@ class ContiguousSeries:
         step: bytes of each copy.
     """
 
-    def __init__(self, copies: dict[Direction, ContiguousCopy], size: SeriesSize) -> None:
-        self._copies, self.size = copies, size
-        self.step = _pages(size.nbytes)
+    def __init__(self, lab: Lab, size: SeriesSize) -> None:
+        self.size, self.step = size, -(-size.nbytes // PAGE_BYTES) * PAGE_BYTES
+        with ExitStack() as undo:
+            self._copies = {
+                direction: undo.enter_context(closing(ContiguousCopy(lab, self.step * size.transfers)))
+                for direction in Direction
+            }
+            self._undo = undo.pop_all()
 
     def queue(self, direction: Direction, index: int, stream: int) -> None:
         self._copies[direction].queue(direction, stream, first=index * self.step, nbytes=self.step)
@@ -187,20 +182,6 @@ class ContiguousSeries:
 
     def wrong(self, directions: Sequence[Direction]) -> int:
         return sum(self._copies[direction].scenario(direction).wrong() for direction in directions)
-
-
-@contextmanager
-def contiguous_series(lab: Lab, size: SeriesSize) -> Iterator[ContiguousSeries]:
-    with ExitStack() as stack:
-        copies = {
-            direction: stack.enter_context(closing(ContiguousCopy(lab, _pages(size.nbytes) * size.transfers)))
-            for direction in Direction
-        }
-        yield ContiguousSeries(copies, size)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class StreamSubmitter:

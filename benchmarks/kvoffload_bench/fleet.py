@@ -20,10 +20,10 @@ from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay import command as replay
 from kvoffload.replay.hits import Below, Disk, HostPool, make_writes
-from kvoffload.replay.report import add_tokens_per_hash, positive
+from kvoffload.replay.report import add_tokens_per_hash
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, CommandError, Output, counted
-from kvoffload.terminal.options import add_command, model, numbers, whole
+from kvoffload.terminal.options import add_command, model, numbers, positive, whole
 
 ROUTINGS = ("random", "prefix")
 WINDOW_SECONDS = 10.0

@@ -28,7 +28,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output, mib
 from kvoffload.terminal.options import COMMON, add_command, size, whole
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
-from kvoffload_bench.harness import FULL, SMALL, Lab
+from kvoffload_bench.harness import FULL, SMALL, Lab, Undoing
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.sharded import ShardSize, open_gpus
 
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
     wrong: int
 
 
-class Gpu:
+class Gpu(Undoing):
     """A GPU with products, and blocks: the first half is stored, into the second half is loaded. A context manager."""
 
     def __init__(self, lab: Lab, shape: ShardSize, seed: int) -> None:
@@ -99,12 +99,6 @@ class Gpu:
                 self.lab.wait(lambda stream: copy(address_of(back), source, self._half, stream))
             rows = list(back.reshape(self._right.shape))
         return self.lab.wrong_rows(list(zip(rows, self._right, strict=True)), self._row_bytes)
-
-    def __enter__(self) -> Gpu:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
 
 
 class Run:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -25,6 +25,21 @@ from kvoffload.driver import address_of
 from kvoffload.internal import hostinfo
 from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
+
+
+class Undoing:
+    """A context manager whose end is `close`, which undoes what the constructor has noted in `_undo`."""
+
+    _undo: ExitStack
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class GpuTimer:
@@ -96,7 +111,7 @@ FULL = Size(32 << 20, 64 << 20, 256 << 20, 1.0, 4096, 160 << 20)
 SMALL = Size(8 << 10, 32 << 10, 1 << 20, 1 / 64, 128, 1 << 16)  # for the simulated device
 
 
-class Lab:
+class Lab(Undoing):
     """A device, and what every benchmark of transfers needs. A context manager; close it before the device.
 
     Attributes:
@@ -155,15 +170,6 @@ class Lab:
         count = partial(_wrong_rows, row_bytes=row_bytes)
         small = sum(found.nbytes for found, _ in pairs) < _THREADED_BYTES
         return sum(map(count, pairs) if small else self._threads.map(count, pairs))
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def __enter__(self) -> Lab:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _wrong_rows(pair: tuple[UInt8Array, UInt8Array], row_bytes: int) -> int:

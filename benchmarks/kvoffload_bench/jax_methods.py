@@ -20,6 +20,7 @@ from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload_bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
+from kvoffload_bench.harness import Undoing
 
 JAX = "JAX"
 OWNED = "OwnedCache"
@@ -28,7 +29,7 @@ _TREE_WARM_UP = 3
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
 
 
-class JaxMethods:
+class JaxMethods(Undoing):
     """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
 
     name = JAX
@@ -43,7 +44,7 @@ class JaxMethods:
             self._programs = _Programs(jax, data, target)
             self._plain = self._cache(SimpleNamespace(arrays=self._new_array()))
             self._host = _Pinned(jax, data, self._programs)
-            self._stack = stack.pop_all()
+            self._undo = stack.pop_all()
 
     @property
     def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
@@ -65,7 +66,7 @@ class JaxMethods:
 
         held = OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16, plane_axis=0, block_axis=1)
         blocks, slots, cache = self._data.blocks, self._data.slots, self._cache(held)
-        engine = self._stack.enter_context(self._data.engine(held.layout))
+        engine = self._undo.enter_context(self._data.engine(held.layout))
 
         def store() -> Job:
             return engine.store(blocks, slots, after=held)
@@ -88,9 +89,6 @@ class JaxMethods:
             cache.look()
 
         return FrameworkMethod(JAX, name, cache, host, store, load)
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 _TREE_ARRAY = (64, 16, 8, 128)  # pages, tokens, heads, head size

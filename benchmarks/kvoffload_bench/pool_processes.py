@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvoffload.pool import PoolOwner, SharedPool
 from kvoffload.pool.owner import BUSY_POLL_SECONDS
 from kvoffload.simulator import SimulatedDriver
 from kvoffload.terminal.console import CommandError
+from kvoffload_bench.harness import Undoing
 from kvoffload_bench.pool_table import SharedTable
 
 _SECONDS = 120.0  # that an answer is waited for
@@ -44,7 +45,7 @@ def keys_of(number: int, start: int, count: int) -> list[bytes]:
     return [row.tobytes() for row in words]
 
 
-class Process:
+class Process(Undoing):
     """A process that makes an object, which is a context manager, and calls its methods. A context manager."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
@@ -72,10 +73,7 @@ class Process:
         self.begin(name, *arguments)
         return self.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._ours.close()
         self._process.join(10)
         self._process.kill()
@@ -105,7 +103,7 @@ def wait_until(start: float) -> None:
 # the owner ------------------------------------------------------------------------------------------------------------
 
 
-class Owner:
+class Owner(Undoing):
     """The owner of a pool, as `kvoffload pool serve` makes it, and of a table of so many keys, a quarter full."""
 
     def __init__(self, path: str, nbytes: int, keys: int) -> None:
@@ -134,17 +132,11 @@ class Owner:
                 seconds[which].append((times[which + 1] - times[which]) / 32 * 1e6)
         return float(np.median(seconds[0])), float(np.median(seconds[1]))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
 
 # looking keys up ------------------------------------------------------------------------------------------------------
 
 
-class Asker:
+class Asker(Undoing):
     """A member without an engine. `keys` keys are in the pool, the table and an index of its own."""
 
     def __init__(self, path: str, table: tuple[str, int], keys: int, fill: bool) -> None:
@@ -190,12 +182,6 @@ class Asker:
             wrong += wrongs
         return found, wrong
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
 
 # moving blocks --------------------------------------------------------------------------------------------------------
 
@@ -219,7 +205,7 @@ class Moves(NamedTuple):
         return self.blocks * self.transfers
 
 
-class Mover:
+class Mover(Undoing):
     """A member with an engine over the pool, and another one over a pool of its own; both over the same blocks.
 
     The first half of the blocks is stored, the second half is loaded into.
@@ -319,10 +305,7 @@ class Mover:
             medians[how][direction] = called_us, ended_us
         return medians, wrong
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for cache in self._caches.values():
             cache.close()
         self._undo.close()

@@ -60,7 +60,7 @@ class BareLoop(BareCalls, ABC):
                 self._clients.append(client)
             self.prepare(pool)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
     def prepare(self, pool: UInt8Array) -> None:
@@ -105,10 +105,7 @@ class BareLoop(BareCalls, ABC):
             return [work(clients[0], parts[0])]
         return list(self._executor.map(work, clients, parts))
 
-    def __enter__(self) -> BareLoop:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._executor.shutdown()
         self._undo.close()
 

@@ -36,7 +36,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
 from kvoffload.tuning import CopierName
 from kvoffload_bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
-from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, time_rounds
+from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, Undoing, time_rounds
 
 ALONE = "alone"  # the computation without transfers
 Directions: TypeAlias = Literal["store", "load", "both"]
@@ -198,7 +198,7 @@ def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, 
     return min(repeats, _HURRIED) if behind and done else repeats
 
 
-class SeriesRun:
+class SeriesRun(Undoing):
     """The places of one run. A context manager, which keeps the computations.
 
     Args:
@@ -347,12 +347,6 @@ class SeriesRun:
         recorded.seconds.append(seconds)
         recorded.calls.append(calls)
         return seconds
-
-    def __enter__(self) -> SeriesRun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
 
 
 def figures(recorded: Recorded, timing: Timing, warm_up: int, alone_seconds: float | None) -> dict[str, Any]:

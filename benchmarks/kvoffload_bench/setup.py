@@ -24,7 +24,7 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
-from kvoffload_bench.harness import Lab
+from kvoffload_bench.harness import Lab, Undoing
 
 _CHUNKS = 4096  # different ones
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
@@ -138,7 +138,7 @@ class GroupBlocks(NamedTuple):
     slots: Int64Array
 
 
-class TransferSetup:
+class TransferSetup(Undoing):
     """Memory, an engine over it for each preference, and the blocks and slots of one transfer. A context manager.
 
     Args:
@@ -193,7 +193,7 @@ class TransferSetup:
                 closing(SetupBytes(lab, groups, slots, self.rows_per_slot * self.row_bytes, self._coding))
             )
             self._choose_blocks(places, slots, planes)
-            self._stack = stack.pop_all()
+            self._undo = stack.pop_all()
         self._engines = {"overlap": self.engine}
         self.take(slots)
 
@@ -307,7 +307,7 @@ class TransferSetup:
             engine = OffloadEngine(
                 self.layout, device=self.lab.device, host_memory=memory, prefer="latency", **self._options
             )
-            self._engines[prefer] = self._stack.enter_context(engine)
+            self._engines[prefer] = self._undo.enter_context(engine)
         return self._engines[prefer]
 
     def submit(
@@ -370,13 +370,3 @@ class TransferSetup:
         """The payload of each slot."""
         payload = self.layout.groups[0].payload_bytes
         return [self.engine.slots[slot, :payload] for group in self.groups for slot in group.slots]
-
-    def close(self) -> None:
-        """Close the engine and free the planes."""
-        self._stack.close()
-
-    def __enter__(self) -> TransferSetup:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -23,7 +23,7 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, whole
-from kvoffload_bench.harness import POISON, Lab, Scenario, time_rounds
+from kvoffload_bench.harness import POISON, Lab, Scenario, Undoing, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.series import DIRECTIONS
 
@@ -46,7 +46,7 @@ class ShardSize(NamedTuple):
         return self.planes * self.block_bytes
 
 
-class Series:
+class Series(Undoing):
     """Series of both directions, on an engine of one device or on one over several. A context manager.
 
     Stores have the first half of the blocks and of the slots, loads the second. Their order is random, and the same on
@@ -124,10 +124,7 @@ class Series:
         for start in range(0, self._size.in_series, blocks_each):
             for direction in directions:
                 blocks, slots = (ids[start : start + blocks_each] for ids in self._ids[direction])
-                if direction is Direction.STORE:
-                    jobs.append(engine.store(blocks, slots, after=NO_WAIT))
-                else:
-                    jobs.append(engine.load(slots, blocks, after=NO_WAIT))
+                jobs.append(engine.submit(direction, blocks, slots, after=NO_WAIT))
         while not all(job.done for job in jobs[-len(directions) :]):
             pass
         seconds = time.perf_counter() - begin
@@ -136,10 +133,7 @@ class Series:
         engine.poll()
         return seconds
 
-    def __enter__(self) -> Series:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._engine.close()
 
 

@@ -30,8 +30,7 @@ import numpy as np
 
 from kvoffload.copiers.pack_kernels import TABLE_SPEC
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
-from kvoffload.driver import Driver, address_of, binding_types
-from kvoffload.driver.tables import DTYPE_3D
+from kvoffload.driver import Driver, SourceOrder, StridedTable, address_of, binding_types
 from kvoffload.engine.job import Job
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import Int64Array, UInt64Array
@@ -171,15 +170,12 @@ class BareStrided(BareSubmission):
         planes = setup.groups[0].planes
         ends = ("source", "target") if self._direction is Direction.STORE else ("target", "source")
         self._device_end, self._host_end = ends
-        self._operations = np.zeros(most_blocks, DTYPE_3D)
-        for end in ends:
-            self._operations[f"{end}_type"] = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+        self._table = StridedTable(most_blocks, batched=True)
+        self._table.make_objects(most_blocks)
+        self._objects, self._operations = self._table.objects, self._table.rows
         self._operations[f"{self._device_end}_pitch"] = planes[1].address - planes[0].address
         self._operations[f"{self._host_end}_pitch"] = self._operations["width"] = setup.row_bytes
-        self._operations["height"], self._operations["depth"] = setup.rows_per_slot, 1
-        self._operations["order"] = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        kind, step = binding_types().CUDA_MEMCPY3D_BATCH_OP, self._operations.itemsize
-        self._objects = [kind(_ptr=address_of(self._operations) + step * index) for index in range(most_blocks)]
+        self._operations["height"], self._operations["order"] = setup.rows_per_slot, SourceOrder.STREAM
 
     def _fill(self, index: int, blocks: Int64Array, slots: Int64Array) -> None:  # noqa: ARG002
         count = len(blocks)

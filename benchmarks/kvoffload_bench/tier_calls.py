@@ -22,6 +22,7 @@ from kvoffload.terminal.options import add_common_options, numbers, whole
 from kvoffload.tiers import Outcome, Tier, TierJob
 from kvoffload.tiers.files import PAGE
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET, make_checksum
+from kvoffload_bench.harness import Undoing
 from kvoffload_bench.report import fixed
 
 KEYS_OF_A_CALL = 64
@@ -69,8 +70,8 @@ def numbered_keys(start: int, count: int) -> list[bytes]:
 # rounds in turns ------------------------------------------------------------------------------------------------------
 
 
-class BareCalls:
-    """What a tier is compared with."""
+class BareCalls(Undoing):
+    """What a tier is compared with. A context manager."""
 
     def put(self, keys: Sequence[bytes], rows: Rows) -> object:
         """Write a batch."""

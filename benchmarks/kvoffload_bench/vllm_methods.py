@@ -22,7 +22,7 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload_bench.harness import Lab
+from kvoffload_bench.harness import Lab, Undoing
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.vllm_classes import TransferClasses
 
@@ -316,7 +316,7 @@ class BackendSubmitter:
         """Its thread dies of an error; then `done` is never true."""
 
 
-class VllmMethods:
+class VllmMethods(Undoing):
     """All methods. A context manager, which ends what they have started."""
 
     def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup) -> None:
@@ -364,9 +364,3 @@ class VllmMethods:
             found[name] = SeriesMethod(submitter, self._targets[name], nbytes, submitter.methods)
         found[WORKER] = SeriesMethod(self._worker, self._worker.host, nbytes)
         return found | {BACKEND: SeriesMethod(self._backend, self._worker.host, nbytes)}
-
-    def __enter__(self) -> VllmMethods:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()

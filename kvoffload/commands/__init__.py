@@ -124,7 +124,7 @@ class _Overview(_Parser):
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The parser of all commands. Only `command="bench"` looks for the benchmarks; CommandError: not installed."""
+    """Make the parser of all commands. Only `command="bench"` looks for the benchmarks; CommandError: not installed."""
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
     parser.add_argument("--version", nargs=0, action=_Version)
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
-    """`turns` turns of each conversation, in a seeded order; a key is a digest of everything up to its block."""
+    """Yield `turns` turns of each conversation, in a seeded order; a key is a digest of everything up to its block."""
     random = np.random.default_rng(seed)
     system = _chain((), _SYSTEM_BLOCKS, "system")
     histories = [system] * conversations

@@ -106,13 +106,13 @@ def _gpus() -> tuple[list[str], str | None]:
 
 
 def _reason(error: KVOffloadError) -> str:
-    """Why there is no GPU, without the advice of `cuda.load` and the bindings: the doctor has its own."""
+    """Say why there is no GPU, without the advice of `cuda.load` and the bindings: the doctor has its own."""
     own = error.__cause__ if isinstance(error.__cause__, KVOffloadError) else error
     return str(own).partition("; install it")[0].partition(". Ensure ")[0].rstrip(".")
 
 
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
-    """Capabilities of the device; only `simulated: None`, and why, if none can be opened."""
+    """Return the capabilities of the device; only `simulated: None`, and why, if none can be opened."""
     try:
         device = open_backend(arguments, output, note=False)  # the verdict says it
     except (CapabilityError, DriverError, ImportError) as error:

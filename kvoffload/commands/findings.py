@@ -43,7 +43,7 @@ def groups(fields: Fields) -> dict[str, list[Finding]]:
 
 
 def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
-    """The first line: can transfers run here, and how many findings fail or warn?"""
+    """Return the first line: can transfers run here, and how many findings fail or warn?"""
     statuses = [each.status for each in findings]
     counts = f"{statuses.count('fail')} fail, {statuses.count('warn')} warn"
     if fields["simulated"] is False:

@@ -29,7 +29,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def probe(folder: Path) -> dict[str, Any]:
-    """Findings on a folder; `problem` says why a disk tier cannot use it, or is None."""
+    """Try a folder with a file. Returns the findings; `problem` says why a disk tier cannot use it, or is None."""
     folder = Path(os.path.expanduser(folder))
     fields: dict[str, Any] = {
         "folder": str(folder), "problem": None, "file_system": None, "mode": None, "free_bytes": None,
@@ -59,7 +59,7 @@ def probe(folder: Path) -> dict[str, Any]:
 
 
 def file_system(folder: Path) -> str | None:
-    """The type of a folder's file system, such as ext4; None if Linux does not say."""
+    """Return the type of a folder's file system, such as ext4; None if Linux does not say."""
     real = folder.resolve()
     found: dict[Path, str] = {}
     try:

@@ -118,7 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_tiers(arguments: argparse.Namespace) -> Callable[[str, str], Sequence[Any]] | None:
-    """What makes the tiers of a region. Raises CommandError, CapabilityError now, not when an engine comes."""
+    """Return a function that makes the tiers of a region. Raises CommandError, CapabilityError now, not when an engine
+    comes.
+    """
     folder, nbytes = arguments.disk, arguments.disk_bytes
     if (folder is None) != (nbytes is None):
         raise CommandError("--disk FOLDER and --disk-bytes SIZE go together: the size of each region's file")

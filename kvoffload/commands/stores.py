@@ -22,7 +22,8 @@ _OWN = {"identity": "kvoffload doctor", "prefix": "kvoffload-doctor"}
 
 
 def probe(words: Sequence[str]) -> dict[str, Any]:
-    """Findings on a store; `problem` and `remedy` say why a tier cannot use it and what helps, or are None.
+    """Try a store with a few records. Returns the findings; `problem` and `remedy` say why a tier cannot use it and
+    what helps, or are None.
 
     Args:
         words: the tier's kind, as for `load_tier`, and "name=value" for each of its arguments.
@@ -62,7 +63,7 @@ def probe(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _creates(store: Store) -> dict[str, str]:
-    """How this store handles creating an object that already exists; {} if it refuses, or is no object store."""
+    """Say how this store handles creating an object that already exists; {} if it refuses, or is no object store."""
     if store.kind != "objects":
         return {}
     import obstore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, counted, open_backend, require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide
+from kvoffload.terminal.options import COMMON, add_command, add_common_options
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64
@@ -56,7 +55,7 @@ def add_parser(commands: Any) -> None:
         help=f"with --show: {' or '.join(PREFERENCES)}",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE only")
-    add_wide(parser, "the runner-up, with --show")
+    parser.add_argument("--wide", action="store_true", help="also the runner-up, with --show; no limit of 80 columns")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -117,7 +116,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
-    """`kept`: the profile was saved where engines look for it."""
+    """Print what was measured. `kept`: the profile was saved where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
     profile = tuning.profile
     if fields["simulated"]:
@@ -153,28 +152,10 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kep
 # showing --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The copy method for a transfer of `blocks` blocks of `planes` planes, its expected bandwidth, and the runner-up.
-
-    Attributes:
-        gb_per_s, runner_up_gb_per_s: None if the profile has no times for the method.
-        runner_up: None if there is no other copy method.
+def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Iterator[dict[str, Any]]:
+    """Yield the copy method of each kind of transfer, its expected bandwidth, and the runner-up: None if there is no
+    other method. A bandwidth is None if the profile has no times for the method.
     """
-
-    direction: str
-    placement: str
-    block_bytes: int
-    blocks: int
-    planes: int
-    method: str
-    gb_per_s: float | None
-    runner_up: str | None
-    runner_up_gb_per_s: float | None
-    reason: str
-
-
-def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Iterator[Decision]:
     for direction, placement, block_bytes, blocks in product(Direction, _PLACEMENTS, _BLOCK_BYTES, _BLOCKS):
         copies = blocks * _PLANES
         operations = blocks if placement == "folded" else copies
@@ -182,18 +163,18 @@ def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Itera
         question = Question(shape, available, profile, prefer)
         choice = choose(question)
         second = next((each for each in rank(question) if each.copier != choice.copier), None)
-        yield Decision(
-            direction=str(direction),
-            placement=placement,
-            block_bytes=block_bytes,
-            blocks=blocks,
-            planes=_PLANES,
-            method=choice.copier,
-            gb_per_s=_rate(shape, choice.seconds),
-            runner_up=None if second is None else second.copier,
-            runner_up_gb_per_s=None if second is None else _rate(shape, second.seconds),
-            reason=choice.reason,
-        )
+        yield {
+            "direction": str(direction),
+            "placement": placement,
+            "block_bytes": block_bytes,
+            "blocks": blocks,
+            "planes": _PLANES,
+            "method": choice.copier,
+            "gb_per_s": _rate(shape, choice.seconds),
+            "runner_up": None if second is None else second.copier,
+            "runner_up_gb_per_s": None if second is None else _rate(shape, second.seconds),
+            "reason": choice.reason,
+        }
 
 
 def _rate(shape: Shape, seconds: float) -> float | None:
@@ -210,29 +191,30 @@ def _show(device: Device, output: Output, prefer: str) -> None:
     fields = describe_device(device) | {"profile": profile.source, "prefer": prefer}
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
-    output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
+    output.result(fields | _figures(profile) | {"decisions": found})
     output.line(f"tune --show: figures expected by this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
     output.line(f"each cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
     output.line(f"prefer {prefer}: {_PREFER[prefer]}")
     for placement, meaning in _PLACEMENTS.items():
         output.line(f"planes {placement}: {meaning}")
-    shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}
-    for copier in sorted(shown):
+    shown = {each["method"] for each in found} | {each["runner_up"] for each in found if output.wide}
+    for copier in sorted(shown - {None}):
         output.line(f"{copier}: {_COPIERS[copier]}")
 
-    def cell(each: Decision) -> str:
-        text = f"{each.method} {_number(each.gb_per_s)}"
-        if each.runner_up is None or not output.wide:
+    def cell(each: dict[str, Any]) -> str:
+        text = f"{each['method']} {_number(each['gb_per_s'])}"
+        if each["runner_up"] is None or not output.wide:
             return text
-        return f"{text} ({each.runner_up} {_number(each.runner_up_gb_per_s)})"
+        return f"{text} ({each['runner_up']} {_number(each['runner_up_gb_per_s'])})"
 
     columns = ("block bytes", *(counted(blocks, "block") for blocks in _BLOCKS))
     for direction, placement in product(Direction, _PLACEMENTS):
         lines = []
         for nbytes in _BLOCK_BYTES:
             here = (direction, placement, nbytes)
-            cells = [cell(each) for each in found if (each.direction, each.placement, each.block_bytes) == here]
+            places = ((each["direction"], each["placement"], each["block_bytes"]) for each in found)
+            cells = [cell(each) for each, place in zip(found, places, strict=True) if place == here]
             lines.append((f"{nbytes >> 10} KiB", *cells))
         output.table(f"{direction}, planes {placement}", columns, lines)
     if fields["not_available"] or not_offered:

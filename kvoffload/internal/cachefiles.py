@@ -17,7 +17,7 @@ warned: set[str] = set()  # the causes that `warn_once` has warned of in this pr
 
 
 def cache_folder() -> Path:
-    """The folder in the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
+    """Return the folder in the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -26,19 +26,14 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("kvoffload")
 
 
-def read(path: Path) -> bytes | None:
-    """The unchecked content of a regular file; None if it cannot be read. A FIFO or a device file never blocks."""
-    return _read(path, trusted=False)
+def read(path: Path, *, trusted: bool = False) -> bytes | None:
+    """Return the content of a regular file; None if it cannot be read. A FIFO or a device file never blocks.
 
-
-def read_own(path: Path) -> bytes | None:
-    """Like `read`, for content that is trusted: None unless the file belongs to the effective user or to root, and no
-    other user may write it.
+    Args:
+        trusted: the content will be trusted: None, too, unless the file belongs to the effective user or to root, and
+            no other user may write it.
     """
-    return _read(path, trusted=True)
 
-
-def _read(path: Path, *, trusted: bool) -> bytes | None:
     def open_file(name: str, flags: int) -> int:  # a FIFO without a writer would block the open; files do not notice
         return os.open(name, flags | os.O_NONBLOCK)
 
@@ -69,7 +64,7 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def why_not_writable() -> str | None:
-    """Why no file can be written to the cache folder; None if an empty one can."""
+    """Return why no file can be written to the cache folder; None if an empty one can."""
     import tempfile  # takes 3 ms to import, with what it imports
 
     try:

@@ -23,7 +23,7 @@ _FIELD = re.compile(
 
 
 def at_least(name: str, value: Any, minimum: int, also: str = "") -> int:
-    """`value` as an int; `also` says in the error what else would be right."""
+    """Return `value` as an int; `also` says in the error what else would be right."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -34,13 +34,13 @@ def at_least(name: str, value: Any, minimum: int, also: str = "") -> int:
 
 
 def size(name: str, value: Any, minimum: int) -> int:
-    """`value` as a number of bytes, which may also be text such as "64GiB"; see `parsed_size`."""
+    """Return `value` as a number of bytes, which may also be text such as "64GiB"; see `parsed_size`."""
     number = parsed_size(value) if isinstance(value, str) else None
     return at_least(name, value if number is None else number, minimum, ', or text such as "64GiB"')
 
 
 def parsed_size(text: str) -> int | None:
-    """Bytes, from text such as "64GiB" (64 << 30), "1.5TiB", "64GB" (64 * 10**9) or "65536"; None for any other."""
+    """Return bytes, from text such as "64GiB" (64 << 30), "1.5TiB", "64GB" (64 * 10**9) or "65536"; None for others."""
     found = _SIZE.fullmatch(text)
     if found is None or ("." in found[1] and found[2] is None):
         return None
@@ -49,7 +49,7 @@ def parsed_size(text: str) -> int | None:
 
 
 def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
-    """`value` as a float."""
+    """Return `value` as a float; ValueError if it is no number of seconds from `minimum` on."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not minimum <= value < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, {minimum} or more, got {shown(value)}")
@@ -57,7 +57,7 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
 
 
 def to_wait(name: str, value: Any) -> float:
-    """Seconds to wait, as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
+    """Return seconds as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     limited = min(value, threading.TIMEOUT_MAX) if number else math.nan
     if math.isnan(limited):
@@ -66,7 +66,7 @@ def to_wait(name: str, value: Any) -> float:
 
 
 def as_timeout(timeout: float | None) -> float | None:
-    """`to_wait`, where None waits for as long as it takes."""
+    """Return a timeout as `to_wait` does; None waits for as long as it takes."""
     return None if timeout is None else to_wait("timeout", timeout)
 
 
@@ -77,7 +77,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """An exception for a message: its type and the first line of its text, masked; no error for any exception."""
+    """Describe an exception: its type and the first line of its text, masked; no error for any exception."""
     try:
         text = str(error).partition("\n")[0].encode(errors="replace").decode()  # any log can have it
     except Exception:  # noqa: BLE001  # an exception that cannot show itself must not replace what is reported
@@ -86,7 +86,7 @@ def reason(error: BaseException) -> str:
 
 
 def shown(value: Any, length: int = 120) -> str:
-    """A value for an error message: its repr, masked, cut to `length` characters, and no error for any value."""
+    """Show a value in an error message: its repr, masked, cut to `length` characters, and no error for any value."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
@@ -97,7 +97,8 @@ def shown(value: Any, length: int = 120) -> str:
 
 
 def masked(text: str) -> str:
-    """The text with "***" for user and password of addresses, and for values whose names say that they are secret.
+    """Return the text with "***" for user and password of addresses, and for values whose names say that they are
+    secret.
 
     It rather hides too much: whatever stands before the last "@" of a word with a colon, as passwords may have any
     characters but blanks.

@@ -19,14 +19,14 @@ def _read(path: Path) -> str | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping: MemAvailable, or the cgroup's headroom if that is less."""
+    """Return the memory that can be taken without swapping: MemAvailable, or the cgroup's headroom if that is less."""
     cgroup = tightest_cgroup()
     candidates = (_meminfo("MemAvailable"), None if cgroup is None else cgroup.headroom_bytes)
     return min((value for value in candidates if value is not None), default=None)
 
 
 def total_bytes() -> int | None:
-    """MemTotal; virtual machines that grow report less than they can give."""
+    """Return MemTotal; virtual machines that grow report less than they can give."""
     return _meminfo("MemTotal")
 
 
@@ -65,7 +65,9 @@ _NO_LIMIT = 1 << 60  # version 1 writes a huge number for none
 
 
 def tightest_cgroup() -> Cgroup | None:
-    """The memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no limit."""
+    """Return the memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no
+    limit.
+    """
     limits = []
     for line in (_read(PROC / "self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -89,7 +91,7 @@ def tightest_cgroup() -> Cgroup | None:
 
 
 def locked_memory_limit() -> int | None:
-    """RLIMIT_MEMLOCK in bytes, None for unlimited. It does not bound CUDA's pinning; see `PinnedMemory`."""
+    """Return RLIMIT_MEMLOCK in bytes, None for unlimited. It does not bound CUDA's pinning; see `PinnedMemory`."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -117,7 +119,7 @@ class PciDevice:
 
 
 def generation_of(speed: str | None) -> int | None:
-    """The PCIe generation of a link speed such as "32.0 GT/s PCIe"."""
+    """Return the PCIe generation of a link speed such as "32.0 GT/s PCIe"."""
     speeds = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
     return speeds.get((speed or "").split(" ")[0])
 
@@ -141,7 +143,7 @@ def pci_device(address: str) -> PciDevice:
 
 
 def numa_node_cpus(node: int | None) -> frozenset[int]:
-    """CPUs of a NUMA node that this process may run on; empty if Linux does not list them."""
+    """Return the CPUs of a NUMA node that this process may run on; empty if Linux does not list them."""
     text = None if node is None else _read(SYS / f"devices/system/node/node{node}/cpulist")
     cpus: set[int] = set()
     for part in (text or "").split(","):

@@ -53,7 +53,7 @@ class ModelGeometry:
         return self.planes * self.block_bytes
 
     def scaled(self, factor: float) -> ModelGeometry:
-        """The same with `factor` times the block bytes, rounded up to 16."""
+        """Return the same with `factor` times the block bytes, rounded up to 16."""
         if not 0 < factor <= 1:
             raise ValueError(f"scale must be above 0 and at most 1, got {factor}")
         return replace(self, scale=factor)
@@ -80,7 +80,7 @@ MODELS: dict[str, ModelGeometry] = {
 
 
 def find_model(name: str) -> ModelGeometry:
-    """The geometry of that name."""
+    """Return the geometry of that name."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     return MODELS[name]

@@ -35,7 +35,9 @@ _ours: set[int] = set()  # threads of the library, while they run code of the li
 
 
 def forget_threads_of_parent() -> None:
-    """Threads of the child may have the numbers of the parent's: of those in `_ours`, and of those that hold locks."""
+    """Forget the parent's threads: those of the child may have the numbers of those in `_ours`, and of those that hold
+    locks.
+    """
     _ours.clear()
     for lock in (known() for locks in (_locks, _locks_of_managers) for known in locks.copy()):
         if lock is not None and not in_call(lock):
@@ -57,7 +59,7 @@ def new_lock(*, of_manager: bool = False) -> threading.RLock:
 
 
 def new_thread(name: str, run: Callable[..., object], *arguments: object) -> threading.Thread:
-    """A thread of ours, in which calls that wait for others of ours are refused."""
+    """Make a thread of ours, in which calls that wait for others of ours are refused."""
 
     def inside() -> None:
         _ours.add(threading.get_ident())
@@ -105,7 +107,7 @@ def in_ours() -> bool:
 
 
 def in_any_call() -> bool:
-    """Whether the calling thread is one of ours, or holds any of our locks."""
+    """Return whether the calling thread is one of ours, or holds any of our locks."""
     return in_ours() or _holds_any(_locks) or _holds_any(_locks_of_managers)
 
 

@@ -36,7 +36,7 @@ class KeyPatterns:
         self._pool: ThreadPoolExecutor | None = None
 
     def expected(self, key: bytes, group: int = 0) -> UInt8Array:
-        """The pattern of a key: uint8, (payload_bytes,)."""
+        """Return the pattern of a key: uint8, (payload_bytes,)."""
         return (self._base ^ word_of(key, group)).view(np.uint8)
 
     def fill(self, slots: UInt8Array, keys: Sequence[bytes], group: int = 0) -> None:
@@ -49,7 +49,7 @@ class KeyPatterns:
         self._spread(work, len(keys))
 
     def wrong(self, slots: UInt8Array, keys: Sequence[bytes], group: int = 0) -> list[int]:
-        """Indices of the slots that differ from their key's pattern in any byte."""
+        """Return the indices of the slots that differ from their key's pattern in any byte."""
         found, words = self._words_of(slots), self._key_words(keys, group)
 
         def work(chunk: slice) -> list[int]:
@@ -71,7 +71,7 @@ class KeyPatterns:
         return np.array([word_of(key, group) for key in keys], dtype=np.uint64)[:, np.newaxis]
 
     def _spread(self, work: Callable[[slice], _T], count: int) -> Iterable[_T]:
-        """`work` on every chunk of slots; numpy releases the GIL meanwhile."""
+        """Call `work` on every chunk of slots; numpy releases the GIL meanwhile."""
         step = self._slots_per_chunk
         chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         if self._threads < 2 or len(chunks) < 2:
@@ -82,6 +82,6 @@ class KeyPatterns:
 
 
 def word_of(key: bytes, group: int = 0) -> np.uint64:
-    """The word that sets a key's pattern apart; the same in every process."""
+    """Return the word that sets a key's pattern apart; the same in every process."""
     digest = blake2b(key, digest_size=WORD_BYTES, salt=group.to_bytes(8, "little")).digest()
     return np.uint64(int.from_bytes(digest, "little"))

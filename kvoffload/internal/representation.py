@@ -35,5 +35,5 @@ class HtmlRepresentation:
         return f"<pre>{escape(repr(self))}</pre>"
 
     def _html_options(self) -> Mapping[str, Any]:
-        """Keyword arguments for the registered function: values that the public attributes do not give."""
+        """Return keyword arguments for the registered function: values that the public attributes do not give."""
         return {}

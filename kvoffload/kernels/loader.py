@@ -164,7 +164,7 @@ def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, cu
         CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
     path = kernel_path(spec, compute_capability, cuda=cuda)
-    content = cachefiles.read_own(path)
+    content = cachefiles.read(path, trusted=True)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
         return kept

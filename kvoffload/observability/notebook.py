@@ -53,7 +53,7 @@ class Band(NamedTuple):
 
 
 def element(name: str, *content: object, style: str = "") -> Markup:
-    """An element. Content that is not Markup is escaped."""
+    """Return an element. Content that is not Markup is escaped."""
     from html import escape  # its table of entities takes 2 ms to import, and this module comes with the package
 
     inside = "".join(each if isinstance(each, Markup) else escape(str(each)) for each in content)
@@ -66,7 +66,7 @@ def join(elements: Iterable[Markup]) -> Markup:
 
 
 def table(lines: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Markup:
-    """A table. The first cell of each line is its heading; `heads` are the columns' headings."""
+    """Return a table. The first cell of each line is its heading; `heads` are the columns' headings."""
     style = "text-align:left;vertical-align:top;padding:1px 14px 1px 0"
     top = element("tr", *(element("th", head, style=style) for head in heads)) if heads else Markup()
     body = join(
@@ -81,7 +81,7 @@ def table(lines: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Ma
 
 
 def bar(bands: Sequence[Band]) -> Markup:
-    """Bands next to each other, as wide as their amounts, with a legend below."""
+    """Draw bands next to each other, as wide as their amounts, with a legend below."""
     total = sum(band.amount for band in bands) or 1
     widths = ((band.colour, 100 * band.amount / total) for band in bands if band.amount)
     drawn = join(element("span", style=f"width:{width:.4g}%;background:{colour}") for colour, width in widths)
@@ -93,14 +93,14 @@ def bar(bands: Sequence[Band]) -> Markup:
 
 
 def card(title: str, marks: Sequence[str], *content: Markup) -> Markup:
-    """A card: a title, marks next to it, and content below."""
+    """Return a card: a title, marks next to it, and content below."""
     style = "border:1px dashed;border-radius:4px;padding:0 6px;margin-left:8px;font-size:90%"
     head = element("div", element("strong", title), *(element("span", mark, style=style) for mark in marks))
     return element("div", head, *content, style="margin:4px 0")
 
 
 def size(nbytes: int) -> str:
-    """Bytes as text: "32 KiB", "1.50 GiB"."""
+    """Return bytes as text: "32 KiB", "1.50 GiB"."""
     amount, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":
@@ -110,7 +110,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: "1.5 us", "12.30 ms"; "not measured" for infinity."""
+    """Return seconds as text: "1.5 us", "12.30 ms"; "not measured" for infinity."""
     if seconds == inf:
         return "not measured"
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
@@ -124,7 +124,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def layout_card(layout: KVLayout) -> Markup:
-    """The groups of a layout, how they fold by address alone, and how a slot is filled."""
+    """Show the groups of a layout, how they fold by address alone, and how a slot is filled."""
     rows: list[tuple[str, object]] = [*_layout_rows(layout, fold(layout))]
     factor = layout.blocks_per_slot
     rows.append(("slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"))
@@ -175,7 +175,7 @@ def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
 def engine_card(
     engine: OffloadEngine, folded: Sequence[FoldedGroup], copiers: Mapping[str, str | None], *, closed: bool
 ) -> Markup:
-    """The pool of an engine, its transfers, and the copiers that it can use."""
+    """Show the pool of an engine, its transfers, and the copiers that it can use."""
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
     pool_bytes = engine.pinned_slots * layout.slot_bytes  # fewer while it grows
@@ -228,7 +228,7 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 def cache_card(
     cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
-    """The slots of a block cache, and its counts."""
+    """Show the slots of a block cache, and its counts."""
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
         each = statistics
@@ -264,7 +264,7 @@ def _residency(statistics: CacheStatistics) -> list[Band]:
 
 
 def plan_card(report: PlanReport) -> Markup:
-    """A planned transfer: its size, the copy method selected for it, and the alternatives."""
+    """Show a planned transfer: its size, the copy method selected for it, and the alternatives."""
     rows = [
         ("transfer", f"{report.direction} of {plural(report.blocks, 'block')}, {size(report.nbytes)}"),
         ("operations", f"{report.operations:,} if strided, {report.rows:,} if flat"),

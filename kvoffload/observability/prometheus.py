@@ -194,12 +194,12 @@ class CacheCollector:
         self._caches = [*living, (weakref.ref(cache), values)]
 
     def describe(self) -> Iterator[Any]:
-        """The metrics without values: with these, a registry refuses a second collector."""
+        """Yield the metrics without values: with these, a registry refuses a second collector."""
         for name in _METRICS:
             yield self._family(name)
 
     def collect(self) -> Iterator[Any]:
-        """The metrics of all living caches; a metric without values is left out."""
+        """Yield the metrics of all living caches; a metric without values is left out."""
         families = {name: self._family(name) for name in _METRICS}
         for reference, values in self._caches:
             for statistics, metrics in _statistics(reference()):
@@ -220,7 +220,7 @@ class CacheCollector:
         return make(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
-        """Arguments for a family's `add_metric`; its buckets are cumulative."""
+        """Return the arguments for a family's `add_metric`; its buckets are cumulative."""
         if not isinstance(value, Histogram):
             return {"value": value}
         bounds = [self._client.utils.floatToGoString(bound) for bound in (*value.bounds, float("inf"))]
@@ -255,7 +255,9 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
 
 
 def _statistics(cache: Any) -> list[tuple[Any, Mapping[str, _Metric]]]:
-    """The statistics of a cache, its engine and its tiers, with the metrics of each; empty if the cache is closed."""
+    """Return the statistics of a cache, its engine and its tiers, with the metrics of each; empty if the cache is
+    closed.
+    """
     engine = getattr(cache, "engine", None)
     if cache is None or getattr(engine, "closed", False):
         return []

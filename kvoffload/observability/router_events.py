@@ -157,14 +157,14 @@ class RouterEvents:
     # what happens -------------------------------------------------------------------------------------------------
 
     def __call__(self, event: CacheEvent) -> None:
-        """`on_event` of a cache."""
+        """Take an event of a cache: pass the object as `on_event`."""
         if event.kind in _STORED:
             self.stored(event.keys, self.medium)
         elif event.kind in _REMOVED:
             self.removed(event.keys, self.medium)
 
     def stored(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys can be loaded from that medium from now on. For the slots, the cache reports this itself, by
+        """Report that these keys can be loaded from that medium from now on. For the slots, the cache does it, by
         `on_event`.
 
         A key is reported after its parent, since a promotion brings keys in any order.
@@ -186,7 +186,7 @@ class RouterEvents:
                 self._add(self._stored(together, last))
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys can no longer be loaded from that medium. For the slots, the cache reports this itself, by
+        """Report that these keys can no longer be loaded from that medium. For the slots, the cache does it, by
         `on_event`. Keys that were not reported as stored there are left out.
         """
         refuse_nested(self._lock, "removed")
@@ -210,8 +210,8 @@ class RouterEvents:
                 self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
     def cleared(self) -> None:
-        """This server holds nothing any more, in any medium. Call it after a restart: what a cache evicts or removes,
-        `clear` included, it reports itself.
+        """Report that this server holds nothing any more, in any medium. Call it after a restart: what a cache evicts
+        or removes, `clear` included, it reports itself.
         """
         refuse_nested(self._lock, "cleared")
         with self._lock:
@@ -222,8 +222,8 @@ class RouterEvents:
     # sending ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The messages since the previous call, as a batch for you to send; None if there are none. It is also kept for
-        `since`.
+        """Return the messages since the previous call, as a batch for you to send; None if there are none. It is also
+        kept for `since`.
         """
         refuse_nested(self._lock, "take")
         with self._lock:
@@ -237,8 +237,8 @@ class RouterEvents:
             return batch
 
     def since(self, sequence: int) -> list[Batch]:
-        """The kept batches with this number and later ones, the oldest first: for subscribers that missed some. Batches
-        that are kept no more, or were lost, are left out.
+        """Return the kept batches with this number and later ones, the oldest first: for subscribers that missed some.
+        Batches that are kept no more, or were lost, are left out.
         """
         with self._lock:
             return list(filter(lambda batch: batch.sequence >= sequence, self._batches))
@@ -246,7 +246,7 @@ class RouterEvents:
     # parents before children --------------------------------------------------------------------------------------
 
     def _reportable(self, keys: Sequence[bytes], medium: Medium) -> Iterator[tuple[bytes, Medium]]:
-        """The keys whose parents routers know, each followed by the keys that have waited for it."""
+        """Yield the keys whose parents routers know, each followed by the keys that have waited for it."""
         rest = [(key, medium) for key in reversed(keys)]
         while rest:
             key, where = rest.pop()

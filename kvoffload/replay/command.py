@@ -20,13 +20,24 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import HINTS, WRITES
-from kvoffload.replay.report import Rates, add_options, not_negative, positive, report
+from kvoffload.replay.report import Rates, add_options, report
 from kvoffload.replay.report import rates as rates_of
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
-from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
+from kvoffload.terminal.options import (
+    COMMON,
+    add_command,
+    add_common_options,
+    add_seed,
+    model,
+    not_negative,
+    numbers,
+    positive,
+    scale,
+    whole,
+)
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 
@@ -80,7 +91,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
-    """The options for a trace or a workload, and `--seed` for the things that `seeded` names."""
+    """Add the options for a trace or a workload, and `--seed` for the things that `seeded` names."""
     traffic = parser.add_mutually_exclusive_group()  # one is required: see `check_traffic`
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     names = tuple(WORKLOADS)
@@ -122,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def coded_slots(arguments: argparse.Namespace) -> dict[int, int]:
-    """For each number of slots, how many with --codec lie in the same memory, padding to whole pages included."""
+    """Return, for each number of slots, how many with --codec lie in the same memory, padded to whole pages."""
     model, name = arguments.model, arguments.codec
     starts = range(1 << 20, (1 << 20) + model.planes_per_group[0] * model.block_bytes, model.block_bytes)
     planes = [Plane(start, block_bytes=model.block_bytes, num_blocks=1) for start in starts]
@@ -198,13 +209,13 @@ def _check_disk(arguments: argparse.Namespace) -> None:
 
 
 def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where the requests come from, for JSON."""
+    """Return the fields of JSON that say where the requests come from."""
     trace = None if arguments.trace is None else str(arguments.trace)
     return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
 
 
 def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
-    """At least one request, with at least one key."""
+    """Read the trace, or make the workload. CommandError if there is no request with a key."""
     with output.progress("reading requests"):
         if arguments.workload is not None:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)

@@ -31,7 +31,7 @@ def require(path: Path) -> None:
 
 
 def seen_before(requests: Sequence[Request]) -> float:
-    """Percent of the blocks asked for that an earlier request had: the hits of a cache without bounds."""
+    """Return the percent of the blocks asked for that an earlier request had: the hits of a cache without bounds."""
     seen: set[bytes] = set()
     found = 0
     for request in requests:
@@ -53,7 +53,9 @@ def draw(results: Sequence[PolicyResult], requests: Sequence[Request], title: st
 
 
 def make(results: Sequence[PolicyResult], ceiling: float, title: str) -> Any:
-    """The figure: percent of the blocks asked for that were found, against slots, up to the ceiling of all policies."""
+    """Draw the figure: percent of the blocks asked for that were found, against slots, up to the ceiling of all
+    policies.
+    """
     figure, (panel,) = figures.make_figure(8.2, 5.2, 1)
     slots = sorted({result.slots for result in results})
     ends, drawn = {}, {}

@@ -91,7 +91,7 @@ Writes: TypeAlias = WriteAdmission | Through
 
 
 def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float = 1.0, seed: int = 0) -> Writes:
-    """The way to write that `--write` names. "admitted" uses `least_hits`, "random" uses `share` and `seed`."""
+    """Return the way to write that `--write` names. "admitted" uses `least_hits`, "random" uses `share` and `seed`."""
     if name == "admitted":
         return WriteAdmission(disk_slots, least_hits=least_hits)
     if name == "random":
@@ -112,14 +112,14 @@ class Below(Protocol):
     def num_slots(self) -> int: ...
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """The host reads these keys; the tier holds all of them."""
+        """Note that the host reads these keys; the tier holds all of them."""
 
     def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The host writes these keys. Returns the keys that the tier took; it skips keys that it has."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A request of this host has ended. The tier may not hold all of its keys."""
+        """Note that a request of this host has ended. The tier may not hold all of its keys."""
 
 
 class Disk:
@@ -234,7 +234,7 @@ class HostPool:
 
 
 def host_policy(name: str, slots: int) -> Policy:
-    """As `make_policy`, but "prefix" admits all: a key that the host declines can never be written to a disk."""
+    """Like `make_policy`, but "prefix" never declines a key, since a declined key never reaches the disk."""
     return Prefix(slots, declines=False) if name == "prefix" else make_policy(name, slots)
 
 
@@ -262,7 +262,7 @@ def serve_all(
 
 
 def rate_of(hits: int, requests: Sequence[Request]) -> float:
-    """`hits` as a share of all blocks that were requested."""
+    """Return `hits` as a share of all blocks that were requested."""
     return hits / max(1, sum(map(len, requests)))
 
 
@@ -293,7 +293,7 @@ class Programs:
         self._visits = reversed(visits)
 
     def clock(self) -> float:
-        """The time of the latest request."""
+        """Return the time of the latest request."""
         return self._now
 
     def serve(self, pool: HostPool, keys: Request) -> Served:
@@ -349,7 +349,7 @@ def hits_of_policy(trace: Trace, slots: int, policy: str, progress: Advance, hin
 
 
 def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
-    """The most hits that any cache of this size can have."""
+    """Return the most hits that any cache of this size can have."""
     begin = time.perf_counter()
     hits = belady_hits(requests, slots)
     seconds = round(time.perf_counter() - begin, 3)
@@ -363,8 +363,8 @@ def hits_of_policies(
     output: Output,
     hints: Collection[str] = ("none",),
 ) -> list[PolicyResult]:
-    """A result for each capacity, policy and kind of hints, and the optimum's below them. With hints also LRU's without
-    them, above.
+    """Replay with each policy. Returns a result for each capacity, policy and kind of hints, and the optimum's below
+    them. With hints also LRU's without them, above.
     """
     base = [] if set(hints) == {"none"} else [("lru", "none")]
     results: list[PolicyResult] = []
@@ -384,12 +384,12 @@ def hits_of_policies(
 
 
 def belady_hits(requests: Sequence[Request], capacity: int) -> int:
-    """The most leading hits that any cache of this capacity can have. Belady's rule: it knows the future."""
+    """Return the most leading hits that any cache of this capacity can have. Belady's rule: it knows the future."""
     return sum(belady_hits_by_request(requests, capacity))
 
 
 def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[int]:
-    """`belady_hits` for each request.
+    """Return the hits of each request under Belady's rule, see `belady_hits`.
 
     Among keys that the same request uses next, the deepest goes first. So the cache always holds whole prefixes, which
     all count as hits, and the rule that maximises hits of any kind maximises leading ones.
@@ -455,7 +455,7 @@ class Policies(NamedTuple):
 def hits_with_disk(
     requests: Sequence[Request], slots: int, disk_slots: int, policies: Policies, writes: Writes, progress: Advance
 ) -> TierResult:
-    """All requests through an empty host and an empty disk. The caller fills in `write` and `share`."""
+    """Serve all requests with an empty host and an empty disk. The caller fills in `write` and `share`."""
     disk = Disk(disk_slots, policies.disk)
     totals = serve_all(HostPool(slots, policies.host, [disk], writes), requests, progress)
     (host_hits, disk_hits), (written,) = totals.hits, totals.written
@@ -476,7 +476,7 @@ class Survey(NamedTuple):
     seed: int
 
     def run(self, requests: Sequence[Request], output: Output) -> list[TierResult]:
-        """A result for each host, disk and way to write."""
+        """Replay with each host, disk and way to write. Returns a result for each."""
         results = []
         needed = ("admitted", "through") if "random" in self.writes else ()
         for slots, disk_slots in product(self.slots, self.disk_slots):

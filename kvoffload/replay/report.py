@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from kvoffload.replay import hitplot
 from kvoffload.replay.hits import HINTS, OPTIMUM, WRITES, Policies, PolicyResult, Survey, TierResult, hits_of_policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
-from kvoffload.terminal.options import whole
+from kvoffload.terminal.options import positive, whole
 
 _MEANINGS = {
     "admitted": "admitted: blocks worth their write.",
@@ -84,7 +83,7 @@ def report(
 
 
 def _table(title: str, cells: Mapping[str, Callable[[Any], str]], results: Sequence[Any], output: Output) -> None:
-    """A table of results.
+    """Print a table of results.
 
     Args:
         cells: by heading, the function that makes a result's cell.
@@ -146,20 +145,17 @@ def print_policies(results: Sequence[PolicyResult], title: str, rates: Rates | N
 
 
 def _worth(result: TierResult, rates: Rates, disk_rate: float | None) -> dict[str, Any]:
-    """Bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
+    """Return bytes to load, and the seconds that hits save: of prefill, less loading, less reading the disk before."""
     saved, load = rates.prefill_seconds(result.hits), rates.load_seconds(result.hits) or 0.0
     read = None if disk_rate is None else rates.load_bytes(result.disk_hits) / (disk_rate * 1e9)
-    return {
-        "load_bytes": rates.load_bytes(result.hits),
-        "prefill_seconds_saved": saved,
-        "load_seconds": load,
-        "disk_seconds": read,
-        "seconds_saved": saved - load - (read or 0.0),
-    }
+    worth = {"load_bytes": rates.load_bytes(result.hits)} | rates.fields_of(result.hits)
+    return worth | {"disk_seconds": read, "seconds_saved": saved - load - (read or 0.0)}
 
 
 def _print_disk(results: Sequence[TierResult], title: str, output: Output) -> None:
-    """The verdict takes the most host and disk slots, and compares with the host alone if that was replayed."""
+    """Print a verdict and a table. The verdict takes the most host and disk slots, and compares with the host alone if
+    that was replayed.
+    """
 
     def ratio(result: TierResult) -> str:
         return "-" if result.hits_per_written is None else f"{result.hits_per_written:.2f}"
@@ -217,15 +213,15 @@ class Rates:
     measured: bool = False
 
     def prefill_seconds(self, hits: int) -> float:
-        """Seconds of computing the tokens of `hits` hits."""
+        """Return the seconds of computing the tokens of `hits` hits."""
         return hits * self.tokens_per_hash / self.prefill_tokens_per_second
 
     def load_bytes(self, hits: int) -> int:
-        """Bytes of the blocks that hold the tokens of `hits` hits, in all planes."""
+        """Return the bytes of the blocks that hold the tokens of `hits` hits, in all planes."""
         return hits * self.tokens_per_hash * self.model.bytes_per_block // self.model.tokens_per_block
 
     def load_seconds(self, hits: int) -> float | None:
-        """Seconds of loading those bytes; None if the bandwidth is not known."""
+        """Return the seconds of loading those bytes; None if the bandwidth is not known."""
         if hits == 0:
             return 0.0
         return None if self.load_gb_per_s is None else self.load_bytes(hits) / (self.load_gb_per_s * 1e9)
@@ -244,7 +240,7 @@ class Rates:
         }
 
     def describe(self) -> str:
-        """The assumptions behind a table's figures."""
+        """Return the assumptions behind a table's figures."""
         source = "measured in this replay" if self.measured else "as given"
         loads = (
             "loads not measured" if self.load_gb_per_s is None else f"loads at {self.load_gb_per_s:g} GB/s, {source}"
@@ -271,7 +267,7 @@ def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
 
 
 def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
-    """The values of the options of `add_options`; None without --prefill-tokens-per-second."""
+    """Return the values of the options of `add_options`; None without --prefill-tokens-per-second."""
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:
             raise CommandError("--load-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")
@@ -284,19 +280,3 @@ def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
         )
     given = None if measures else arguments.load_gb_per_s
     return Rates(arguments.model, arguments.tokens_per_hash, arguments.prefill_tokens_per_second, given)
-
-
-def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """An argparse type: 0, or a finite number above it."""
-    return 0.0 if text.strip() in ("0", "0.0") else positive(text)

@@ -51,7 +51,7 @@ class Trace(NamedTuple):
 
 
 def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
-    """The first `limit` requests (None: all), when they came, and of which session.
+    """Read the first `limit` requests (None: all), when they came, and of which session.
 
     Blank lines are skipped. An empty `hash_ids` is a request for nothing.
     """
@@ -87,7 +87,7 @@ def _refused(path: Path) -> Iterator[None]:
 
 
 def _parse(line: bytes, where: str) -> tuple[Request, Any, str | None]:
-    """The keys of a request, its timestamp, of any type, and its session."""
+    """Return the keys of a request, its timestamp, of any type, and its session."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

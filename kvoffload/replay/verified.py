@@ -39,7 +39,7 @@ from kvoffload.tiers import Tier
 _STAGING_BYTES = 128 << 20
 _MAX_STAGING_KEYS = 256
 _POISON = 0xA5
-PROMOTION_SECONDS = 30.0
+_PROMOTION_SECONDS = 30.0
 SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
@@ -108,12 +108,10 @@ class VerifiedCache:
         seed: int = 0,
         make_tier: Callable[[int], Tier] | None = None,
         write: WriteName = "admitted",
-        deadline: float = PROMOTION_SECONDS,
         progress: Progress | None = None,
     ) -> None:
         self._device = device
         self._factor = blocks_per_key
-        self._deadline = deadline
         self._lanes = in_flight
         self._places = max(1, min(longest, capacity))  # of a lane
         num_blocks = in_flight * self._places * blocks_per_key
@@ -149,7 +147,7 @@ class VerifiedCache:
         self.counts = Counts()
 
     def fields(self) -> dict[str, Any]:
-        """The counts for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
+        """Return the counts for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
         counts, done = self.counts, self.cache.statistics()
         fields: dict[str, Any] = {
             "blocks_requested": counts.blocks_requested,
@@ -190,7 +188,7 @@ class VerifiedCache:
         overlap(self.steps, requests, self._lanes, ended)
 
     def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
-        """One request, on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
+        """Serve one request on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
         ended. Others may be served meanwhile, on other lanes.
         """
         counts, clock = self.counts, _Clock()
@@ -216,7 +214,7 @@ class VerifiedCache:
         """Load the leading keys that are in slots (`found`, now) or come from the tier; returns how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
-        promotion = clock.call(self.cache.promote, unique, deadline=self._deadline)
+        promotion = clock.call(self.cache.promote, unique, deadline=_PROMOTION_SECONDS)
         try:
             yield promotion
             self.counts.promotion_seconds += time.perf_counter() - begin
@@ -295,7 +293,9 @@ class VerifiedCache:
         self.counts.corrupt_blocks += len(wrong)
 
     def _sample(self, key: bytes, place: int) -> bool:
-        """Whether the blocks of one key are right, read plane by plane and block by block with synchronous copies."""
+        """Return whether the blocks of one key are right, read plane by plane and block by block with synchronous
+        copies.
+        """
         for index, group in enumerate(self.layout.groups):
             found = np.empty(group.payload_bytes, dtype=np.uint8)
             places = zip(group.planes, group.host_offsets.tolist(), group.host_steps.tolist(), strict=True)

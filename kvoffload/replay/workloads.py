@@ -39,7 +39,7 @@ class Workload(NamedTuple):
 
 
 def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) -> list[Request]:
-    """`requests` requests of a kind of traffic; the same for the same seed."""
+    """Make `requests` requests of a kind of traffic; the same for the same seed."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
     random, blocks, sources = np.random.default_rng(seed), Blocks(), WORKLOADS[name].sources
@@ -143,7 +143,7 @@ def _between(random: np.random.Generator, least: int, most: int) -> int:
 
 
 def _about(random: np.random.Generator, median: float, spread: float) -> int:
-    """A whole number of at least 1 with this median, the logarithm's standard deviation being `spread`."""
+    """Draw a whole number of at least 1 with this median, the logarithm's standard deviation being `spread`."""
     return max(1, round(median * float(np.exp(spread * random.standard_normal()))))
 
 

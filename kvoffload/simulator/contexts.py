@@ -7,8 +7,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 from cuda.bindings import driver as cuda
 
@@ -82,6 +83,7 @@ class StreamState(Enum):
     GATED = "gated"  # its first operation waits for a word in memory
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done.
 
@@ -90,13 +92,11 @@ class Operation:
     (There, all streams of a context share four queues per direction; here, each stream has its own.)
     """
 
-    __slots__ = ("dependencies", "regions")
-    is_copy = False
-    places = 1
+    is_copy: ClassVar[bool] = False
 
-    def __init__(self, regions: Sequence[Region] = ()) -> None:
-        self.dependencies: list[tuple[Stream, int]] = []
-        self.regions = regions
+    regions: Sequence[Region]
+    places: int = field(default=1, kw_only=True)
+    dependencies: list[tuple[Stream, int]] = field(default_factory=list, init=False)
 
     def open(self) -> bool:
         return True
@@ -106,33 +106,30 @@ class Operation:
         return MICROSECONDS_PER_MARKER
 
     def end(self) -> None:
-        """The operation has left its queue, whether it ran or was dropped."""
+        """Note that the operation has left its queue, whether it ran or was dropped."""
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """A queue of operations. Operation number n is done when `completed >= n`; numbers start at 1."""
 
-    __slots__ = (
-        *("blocking", "capture", "completed", "context", "destroyed", "handle"),
-        *("occupied", "position", "queue", "state", "submitted", "waiters"),
-    )
-
-    def __init__(self, handle: int, context: Context, blocking: bool) -> None:
-        self.handle = handle
-        self.context = context
-        self.blocking = blocking  # synchronises with the legacy default stream
-        self.destroyed = False
-        self.queue: deque[Operation] = deque()
-        self.occupied = 0  # places of the queue's depth
-        self.submitted = 0
-        self.completed = 0
-        self.waiters: list[tuple[int, Stream]] = []
-        self.state = StreamState.IDLE
-        self.position = -1  # in the scheduler's list of runnable streams
-        self.capture: Capture | None = None
+    handle: int
+    context: Context
+    blocking: bool  # synchronises with the legacy default stream
+    destroyed: bool = False
+    queue: deque[Operation] = field(default_factory=deque)
+    occupied: int = 0  # places of the queue's depth
+    submitted: int = 0
+    completed: int = 0
+    waiters: list[tuple[int, Stream]] = field(default_factory=list)
+    state: StreamState = StreamState.IDLE
+    position: int = -1  # in the scheduler's list of runnable streams
+    capture: Capture | None = None
 
     def refuse_implicit_capture(self, *, asking: bool = False) -> None:
-        """The legacy stream would wait for a captured one. That ends the capture, unless the call only asks for it."""
+        """Refuse a call on the legacy stream that would wait for a captured one. That ends the capture, unless the call
+        is `asking` about it.
+        """
         for other in list(self.context.blocking.values()) if self is self.context.legacy else ():
             if other.capture is not None:
                 other.capture.invalidated |= not asking
@@ -152,7 +149,6 @@ class Capture:
         self.thread = threading.get_ident()
         self.streams = [origin]
         self.unjoined: set[Stream] = set()  # joined it, and not yet waited for by another of the capture's streams
-        self.node_count = 0
         self.invalidated = False
 
     def check(self) -> None:
@@ -201,31 +197,26 @@ class Captures:
             raise RefusedError(UNSUPPORTED)
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """What an event holds after one cuEventRecord: a position in a stream, and the time when it was reached."""
 
-    __slots__ = ("capture", "microseconds", "serial", "stream")
-
-    def __init__(self, stream: Stream, capture: Capture | None = None) -> None:
-        self.stream = stream
-        self.serial = 1 << 62
-        self.microseconds = 0.0
-        self.capture = capture
+    stream: Stream
+    capture: Capture | None
+    serial: int = 1 << 62
+    microseconds: float = 0.0
 
     @property
     def done(self) -> bool:
         return self.stream.completed >= self.serial
 
 
+@dataclass(slots=True, eq=False)
 class Event:
-    __slots__ = ("context", "destroyed", "handle", "record", "timing")
-
-    def __init__(self, handle: int, context: Context, timing: bool) -> None:
-        self.handle = handle
-        self.context = context
-        self.timing = timing
-        self.record: Record | None = None
-        self.destroyed = False
+    handle: int
+    context: Context
+    timing: bool
+    record: Record | None = None
 
 
 class Context:

@@ -160,7 +160,7 @@ def cuMemcpyBatchAsync(
     sources = require_list(srcs, cuda.CUdeviceptr, "srcs", number)
     targets = require_list(dsts, cuda.CUdeviceptr, "dsts", number)
     stream = _batch_stream(driver, hStream, "cuMemcpyBatchAsync")
-    given = [order_at(int(each.getPtr())) for each in attributes[:attribute_count]]
+    given = [space.read_word(int(each.getPtr())) for each in attributes[:attribute_count]]
     orders = access_orders(given, indices[:attribute_count], number)
     _submit_batch(driver, stream, flat_columns(targets, sources, widths, number), orders)
     return driver.fail_index
@@ -193,7 +193,7 @@ def memcpy_batch_async_v2(
 ) -> Any:
     queue = _batch_stream(driver, stream, "cuMemcpyBatchAsync_v2")
     targets, sources, widths = (space.view(each, 8 * count).view(np.uint64) for each in (dsts, srcs, sizes))
-    given = [order_at(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
+    given = [space.read_word(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
     starts = space.view(indices, 8 * num_attrs).view(np.uint64).tolist()
     orders = access_orders(given, starts, count)
     _submit_batch(driver, queue, flat_columns(targets, sources, widths, count), orders)
@@ -214,7 +214,7 @@ def memcpy_3d_batch_async_v2(driver: SimulatedDriver, num_ops: int, op_list: int
 
 
 def _batch_stream(driver: SimulatedDriver, handle: Any, function: str) -> Stream:
-    """The stream of a batch call, which needs its entry point and refuses two kinds of stream."""
+    """Return the stream of a batch call, which needs its entry point and refuses two kinds of stream."""
     needed = (12, 8) if driver.bindings_version < (13, 0) else (13, 0)
     if driver.driver_version < needed:
         raise FunctionNotFoundError(f"function {function} is not found")
@@ -229,7 +229,7 @@ def _batch_stream(driver: SimulatedDriver, handle: Any, function: str) -> Stream
 
 
 def _copy_now(driver: SimulatedDriver, target: int, source: int, nbytes: int, device: int, host: int) -> Any:
-    """A synchronous copy: it goes through the legacy default stream, and is over when the call returns.
+    """Make a synchronous copy: through the legacy default stream, and over when the call returns.
 
     With `staged_copies`, one from pageable memory to the device returns once its bytes are staged, as CUDA's
     documentation allows: the device gets them later, in the order of the legacy stream.
@@ -242,7 +242,7 @@ def _copy_now(driver: SimulatedDriver, target: int, source: int, nbytes: int, de
     stream = driver.context().legacy
     staged = driver.staged_copies and on_host is None and target == device
     if staged:
-        driver.finish(stream, driver.submit(stream, Operation()), "a synchronous copy")
+        driver.finish(stream, driver.submit(stream, Operation(())), "a synchronous copy")
     serial = _submit_linear(driver, stream, target, source, nbytes)
     if staged:
         driver.scheduler.drift()
@@ -311,7 +311,8 @@ def _submit_copies(
     `staged`: a pageable source is read before the call returns. The batch calls do not do that.
     """
     driver.pageable_copies += sides.pageable_source or sides.pageable_target
-    serial = driver.submit(stream, CopyOperation(copies, sides.regions))
+    operation = CopyOperation(sides.regions, copies, places=sum(copy.places for copy in copies))
+    serial = driver.submit(stream, operation)
     if serial:
         for copy, order in zip(copies, orders, strict=True):
             driver.scheduler.read_source(copy, DURING_API_CALL if staged and sides.pageable_source else order)
@@ -341,7 +342,7 @@ def _any_overlap(starts: Indices, ends: Indices) -> bool:
 
 
 def _any_meets(some: Spans, others: Spans) -> bool:
-    """Whether a span of one set meets a span of the other; spans of `others` do not overlap each other."""
+    """Return whether a span of one set meets a span of the other; spans of `others` do not overlap each other."""
     order = np.argsort(others[0], kind="stable")
     starts, ends = others[0][order], others[1][order]
     following = np.searchsorted(starts, some[1], side="left") - 1  # the last span that begins before ours ends
@@ -352,7 +353,7 @@ def _any_meets(some: Spans, others: Spans) -> bool:
 
 
 def require_list(values: Any, kind: type, argument: str, count: int) -> Sequence[Any]:
-    """A list argument as the bindings require it: every element of one type, at least `count` elements."""
+    """Return a list argument, checked as the bindings do: every element of one type, at least `count` elements."""
     values = [] if values is None else values
     if not set(map(type, values)) <= {kind} and not all(isinstance(value, kind) for value in values):
         name = kind.__name__ if kind is int else f"cydriver.{kind.__name__},"
@@ -368,7 +369,7 @@ def flat_columns(targets: Any, sources: Any, sizes: Any, count: int) -> Columns:
 
 
 def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: int) -> Indices:
-    """The order of each copy: attribute k applies from `first_indices[k]` on. Raises RefusedError as documented."""
+    """Return the order of each copy: attribute k applies from `first_indices[k]` on. RefusedError as documented."""
     starts = list(first_indices)
     rising = all(a < b for a, b in itertools.pairwise(starts))
     if not orders or len(orders) > count or starts[0] != 0 or not rising or starts[-1] >= count:
@@ -376,10 +377,6 @@ def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: in
     if any(order not in (STREAM, DURING_API_CALL, ANY) for order in orders):
         raise RefusedError(INVALID_VALUE)
     return np.repeat(np.array(orders, np.int64), np.diff([*starts, count]))
-
-
-def order_at(address: int) -> int:
-    return space.read_word(address)
 
 
 def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -409,7 +406,7 @@ def strided_columns(operations: NDArray[Any]) -> Columns:
 
 
 def rectangle(address: int) -> tuple[Descriptors, int, int]:
-    """The CUDA_MEMCPY2D at an address as one descriptor, and the memory types of its source and its target.
+    """Return the CUDA_MEMCPY2D at an address as one descriptor, and the memory types of its source and its target.
 
     A width or height of 0 gives a descriptor without rows.
     """
@@ -437,7 +434,9 @@ def _operand(fields: Any, side: str) -> tuple[int, int]:
 
 
 def _checked(target: Any, source: Any, width: Any, height: Any, target_pitch: Any, source_pitch: Any) -> Descriptors:
-    """Unsigned columns as Descriptors: no empty copy, no pitch below the width (0 is packed), none above the limits."""
+    """Return unsigned columns as Descriptors, if there is no empty copy, no pitch below the width (0 is packed), none
+    above the limits.
+    """
     columns = (target, source, width, height, target_pitch, source_pitch)
     if not len(width) or any((column >= space.ADDRESS_LIMIT).any() for column in columns):
         raise RefusedError(INVALID_VALUE)

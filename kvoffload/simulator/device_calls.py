@@ -380,7 +380,7 @@ def _pool(driver: SimulatedDriver, handle: Any) -> Pool:
 
 def _allocate(driver: SimulatedDriver, kind: Kind, nbytes: int, alignment: int) -> Region:
     try:
-        return driver.memory.allocate(kind, nbytes, alignment, driver.context())
+        return driver.memory.allocate(kind, [nbytes], alignment, [driver.context()])[0]
     except (MemoryError, ValueError):  # numpy: no memory, or a size that cannot be
         raise RefusedError(OUT_OF_MEMORY) from None
 

@@ -137,7 +137,7 @@ def raw_call(body: Body) -> Body:
 
 
 def integer(value: Any, *, signed: bool = False) -> int:
-    """A handle, an address or a flag; the handle types and None count as integers, as in the bindings."""
+    """Return a handle, an address or a flag as an int; handle types and None count as integers, as in the bindings."""
     if value is None:
         return 0
     if isinstance(value, str | bytes | float):
@@ -308,14 +308,17 @@ class SimulatedDriver:
         with self.lock:
             try:
                 target = self.submission_stream(stream)
-                self.submit(target, KernelOperation(function, [*reads, *writes], self.memory))
+                spans = [*reads, *writes]
+                regions = [region for address, _ in spans if (region := self.memory.at(address)) is not None]
+                self.submit(target, KernelOperation(regions, function, spans, self.memory))
             except RefusedError as refused:
                 raise DriverError(refused.status) from None
             self.scheduler.drift()
 
     def view(self, address: Any, nbytes: int) -> space.Bytes:
-        """Device or pinned memory as a writable uint8 array, (nbytes,), without a copy. It does not wait for queued
-        work, and does not keep the memory alive: do not use it after a free. Raises ValueError for other addresses.
+        """Return device or pinned memory as a writable uint8 array, (nbytes,), without a copy. It does not wait for
+        queued work, and does not keep the memory alive: do not use it after a free. Raises ValueError for other
+        addresses.
         """
         self._holding(address, nbytes)
         return space.view(int(address), nbytes)
@@ -346,7 +349,7 @@ class SimulatedDriver:
         return region
 
     def pending_operations(self) -> int:
-        """How many operations are queued and have not run, in all contexts."""
+        """Return how many operations are queued and have not run, in all contexts."""
         return self.scheduler.pending
 
     def run_all(self) -> None:
@@ -363,7 +366,7 @@ class SimulatedDriver:
                 self.check_guards_of(region)
 
     def leaks(self) -> dict[str, int]:
-        """How many objects of each kind exist now, over all contexts: all 0 if everything was freed.
+        """Return how many objects of each kind exist now, over all contexts: all 0 if everything was freed.
 
         Keys: those of `contents`, and allocation_handles, contexts (without primary ones), primary_retains. Objects
         that a primary context still had at its last release stay counted.
@@ -378,7 +381,7 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """How many objects of each kind a context has; None: all contexts.
+        """Return how many objects of each kind a context has; None: all contexts.
 
         Keys, always present: streams, events, device_allocations, host_allocations, registered_ranges, modules.
         """
@@ -428,7 +431,7 @@ class SimulatedDriver:
         with self.lock:
             made_by = Allocator(allocator)
             contexts = [self._outside.setdefault(each, Context(0, each, primary=False)) for each in devices]
-            regions = self.memory.allocate_adjacent(Kind.DEVICE, sizes, _OUTSIDE_ALIGNMENT, contexts)
+            regions = self.memory.allocate(Kind.DEVICE, sizes, _OUTSIDE_ALIGNMENT, contexts)
             for region in regions:
                 device = region.context.device
                 if made_by is Allocator.DEFAULT_POOL:
@@ -529,7 +532,6 @@ class SimulatedDriver:
         # Returns its number in the stream, or 0 if the stream is being captured. Blocks while the queue is full.
         if stream.capture is not None:
             stream.capture.check()
-            stream.capture.node_count += 1
             return 0
         stream.refuse_implicit_capture()
         most = max(0, self.queue_depth - operation.places)  # an operation that is larger than the queue gets all of it

@@ -56,7 +56,7 @@ class Faults:
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
-        """`fail_call` for the nth driver call from now on (1 is the next), whatever its name."""
+        """Plan as `fail_call` does, for the nth driver call from now on (1 is the next), whatever its name."""
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:

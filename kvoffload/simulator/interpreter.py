@@ -73,7 +73,7 @@ class Interpreted:
 
 @functools.cache
 def load(module: str, function: str) -> Interpreted:
-    """The kernel `function` of an importable module, in a copy of that module: the interpreter adds names there.
+    """Return the kernel `function` of an importable module, in a copy of that module: the interpreter adds names there.
 
     Jitted functions of the same module that it calls are rewritten as well.
     """
@@ -142,7 +142,7 @@ def _interpreting(memory: Memory) -> Iterator[Any]:
 
 @functools.cache
 def _language_replacements() -> tuple[_Replacement, ...]:
-    """The attributes that Triton's interpreter replaces: found by comparing them before and after it does."""
+    """Return the attributes that Triton's interpreter replaces: found by comparing them before and after it does."""
     import triton.language as tl
     from triton.runtime import interpreter
 

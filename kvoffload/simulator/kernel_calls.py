@@ -110,8 +110,10 @@ def cuLaunchKernel(
     if integer(extra):
         raise NotImplementedError("arguments are given by kernelParams here, not by extra")
     arguments = _arguments(driver, function.module.code, kernelParams)
-    operation = LaunchOperation(function, gridDimX, sharedMemBytes, arguments, driver.memory, driver.scheduler.chance)
-    driver.submit(stream, operation)
+    pointed_at = [driver.memory.at(value) for _, kind, value in arguments if kind == "i64"]
+    regions = [each for each in pointed_at if each is not None]  # must not be freed before the kernel ran
+    given = (function, gridDimX, sharedMemBytes, arguments, driver.memory, driver.scheduler.chance)
+    driver.submit(stream, LaunchOperation(regions, *given))
     driver.scheduler.drift()
     return None
 

@@ -23,8 +23,6 @@ MAGIC = b"kvoffload simulated kernel\n"
 DEFAULT_SHARED_BYTES = 48 << 10  # what a launch may ask for without cuFuncSetAttribute
 IMAGE_SHARED_BYTES = 64 << 10  # what launches of an image need if it does not say: more than they get without asking
 
-_NAMES = {"module", "function", "parameters", "constants", "threads", "shared_bytes"}
-
 
 @dataclass(slots=True, eq=False)
 class Code:
@@ -39,16 +37,14 @@ class Code:
 
     @classmethod
     def parse(cls, image: bytes) -> Code:
+        """Read an image; ValueError or TypeError if it is none."""
         if not image.startswith(MAGIC):
             raise ValueError("no image of a simulated kernel")
-        fields = json.loads(image[len(MAGIC) :])
-        if not isinstance(fields, dict) or set(fields) != _NAMES:
-            raise ValueError(f"an image has {sorted(_NAMES)}, this one {fields!r:.200}")
-        fields["parameters"] = [(str(name), str(kind)) for name, kind in fields["parameters"]]
-        fields["constants"] = dict(fields["constants"])
-        if {kind for _, kind in fields["parameters"]} - {"i32", "i64"}:
-            raise ValueError(f"parameters are i32 or i64, these are {fields['parameters']}")
-        return cls(**fields)
+        code = cls(**json.loads(image[len(MAGIC) :]))
+        code.parameters = [(str(name), str(kind)) for name, kind in code.parameters]
+        if {kind for _, kind in code.parameters} - {"i32", "i64"}:
+            raise ValueError(f"parameters are i32 or i64, these are {code.parameters}")
+        return code
 
 
 @dataclass(slots=True, eq=False)
@@ -72,30 +68,20 @@ class Module:
     pending: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class LaunchOperation(Operation):
     """A kernel's launch. Arguments were read when it was launched; the memory they point to is read when it runs."""
 
-    __slots__ = ("arguments", "chance", "function", "grid", "memory", "shared_bytes", "stored_bytes")
+    function: Function
+    grid: int
+    shared_bytes: int
+    arguments: Sequence[tuple[str, str, int]]
+    memory: MemoryTable
+    chance: random.Random
+    stored_bytes: int = 0
 
-    def __init__(
-        self,
-        function: Function,
-        grid: int,
-        shared_bytes: int,
-        arguments: Sequence[tuple[str, str, int]],
-        memory: MemoryTable,
-        chance: random.Random,
-    ) -> None:
-        pointed_at = [memory.at(value) for _, kind, value in arguments if kind == "i64"]
-        super().__init__([each for each in pointed_at if each is not None])  # must not be freed before the kernel ran
-        self.function = function
-        self.grid = grid
-        self.shared_bytes = shared_bytes
-        self.arguments = arguments
-        self.memory = memory
-        self.chance = chance
-        self.stored_bytes = 0
-        function.module.pending += 1
+    def __post_init__(self) -> None:
+        self.function.module.pending += 1
 
     def run(self) -> float:
         """Run the programs in random order: CUDA promises none."""

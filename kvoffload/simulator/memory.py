@@ -70,7 +70,9 @@ class Region:
         return self.kind is Kind.DEVICE
 
     def range_at(self, address: int) -> tuple[int, int]:
-        """Base and bytes of what cuMemGetAddressRange returns for an address in it: of mapped memory, one handle."""
+        """Return base and bytes of what cuMemGetAddressRange returns for an address in it: of mapped memory, one
+        handle.
+        """
         if not self.handle_bytes:
             return self.base, self.nbytes
         base = address - (address - self.base) % self.handle_bytes
@@ -109,14 +111,10 @@ class MemoryTable:
         self._quarantine: deque[Region] = deque()
         self._mapped = space.MappedPages()
 
-    def allocate(self, kind: Kind, nbytes: int, alignment: int, context: Any) -> Region:
-        """New memory of exactly `nbytes`, filled with FRESH_BYTE; raises MemoryError like numpy."""
-        return self.allocate_adjacent(kind, [nbytes], alignment, [context])[0]
-
-    def allocate_adjacent(
-        self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]
-    ) -> list[Region]:
-        """Like `allocate`, regions of these sizes at addresses that follow each other; only the first is aligned."""
+    def allocate(self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]) -> list[Region]:
+        """Return new regions of exactly these bytes, filled with FRESH_BYTE, at addresses that follow each other; only
+        the first is aligned. Raises MemoryError like numpy.
+        """
         nbytes = sum(sizes)
         storage = np.empty(nbytes + 2 * GUARD_BYTES + alignment, np.uint8)
         zone_start = space.address_of(storage)
@@ -165,7 +163,7 @@ class MemoryTable:
         return region if inside else None
 
     def find(self, address: int, nbytes: int) -> Region | None:
-        """The live region that holds all of a range, or None for pageable host memory.
+        """Return the live region that holds all of a range, or None for pageable host memory.
 
         Raises RefusedError for an address that is neither, and for a range that leaves its region.
         """
@@ -177,7 +175,9 @@ class MemoryTable:
         return region
 
     def locate(self, first: Indices, end: Indices) -> tuple[list[Region], bool]:
-        """`find` for many ranges `[first, end)`: the distinct regions, and whether any range is pageable."""
+        """Return the distinct regions of many ranges `[first, end)`, found as by `find`, and whether any range is
+        pageable.
+        """
         table = self._table()
         if not table.regions:
             index = np.full(first.shape, -1)
@@ -205,7 +205,9 @@ class MemoryTable:
         return moved
 
     def reachable(self, addresses: Indices, nbytes: int, device: int) -> bool:
-        """Whether a kernel on a device may touch `nbytes` at each address: its own memory, or pinned host memory."""
+        """Return whether a kernel on a device may touch `nbytes` at each address: its own memory, or pinned host
+        memory.
+        """
         region = self.at(int(addresses.min()))  # mostly all are in one region, or each row is: their ends show it
         if region is not None and int(addresses.max()) + nbytes <= region.end:
             return region.serves(device)
@@ -227,7 +229,7 @@ class MemoryTable:
         return all(table.regions[i].serves(device) for i in set(index.tolist()))
 
     def overlapping(self, address: int, nbytes: int) -> bool:
-        """Whether a range shares a byte with our own memory, or a page with a registered range."""
+        """Return whether a range shares a byte with our own memory, or a page with a registered range."""
         low, high = _pages(address, address + nbytes)
         index = max(bisect_right(self._starts, low) - 1, 0)
         for region in self._regions[index:]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver as cuda
@@ -16,7 +17,7 @@ from cuda.bindings import driver as cuda
 from kvoffload.simulator import space
 from kvoffload.simulator.contexts import MICROSECONDS_PER_MARKER, Operation, Record
 from kvoffload.simulator.errors import RefusedError
-from kvoffload.simulator.memory import Indices, MemoryTable, Region
+from kvoffload.simulator.memory import Indices, MemoryTable
 
 BYTES_PER_MICROSECOND = 50_000
 FLAT_COPIES_PER_PLACE = 23
@@ -40,37 +41,25 @@ class DeviceFaultError(Exception):
         self.status = status
 
 
-class WaitEventOperation(Operation):
-    __slots__ = ()
-    places = 0
-
-
+@dataclass(slots=True, eq=False)
 class RecordOperation(Operation):
     """Records the time, in the resolution of CUDA's events: two that are close together are 0 apart."""
 
-    __slots__ = ("clock", "places", "record")
-
-    def __init__(self, record: Record, clock: Callable[[], float], timing: bool) -> None:
-        super().__init__()
-        self.places = int(timing)
-        self.record = record
-        self.clock = clock
+    record: Record
+    clock: Callable[[], float]
 
     def run(self) -> float:
         self.record.microseconds = self.clock() // EVENT_RESOLUTION * EVENT_RESOLUTION
         return MICROSECONDS_PER_MARKER
 
 
+@dataclass(slots=True, eq=False)
 class WaitValueOperation(Operation):
     """Holds its stream until a word satisfies a condition of CUstreamWaitValue_flags."""
 
-    __slots__ = ("address", "condition", "value")
-
-    def __init__(self, regions: Sequence[Region], address: int, value: int, flags: int) -> None:
-        super().__init__(regions)
-        self.address = address
-        self.value = value
-        self.condition = flags & 3
+    address: int
+    value: int
+    condition: int
 
     def open(self) -> bool:
         word = space.read_word(self.address)
@@ -81,30 +70,24 @@ class WaitValueOperation(Operation):
         return bool(word & self.value) if self.condition == 2 else (word | self.value) != 0xFFFFFFFF
 
 
+@dataclass(slots=True, eq=False)
 class FillOperation(Operation):
-    __slots__ = ("address", "byte", "nbytes")
-
-    def __init__(self, regions: Sequence[Region], address: int, byte: int, nbytes: int) -> None:
-        super().__init__(regions)
-        self.address = address
-        self.byte = byte
-        self.nbytes = nbytes
+    address: int
+    byte: int
+    nbytes: int
 
     def run(self) -> float:
         space.view(self.address, self.nbytes)[:] = self.byte
         return MICROSECONDS_PER_COPY + self.nbytes / BYTES_PER_MICROSECOND
 
 
+@dataclass(slots=True, eq=False)
 class KernelOperation(Operation):
     """A Python function in the place of a kernel; its pointers are checked when it runs, as on a GPU."""
 
-    __slots__ = ("function", "memory", "spans")
-
-    def __init__(self, function: Callable[[], object], spans: Sequence[tuple[int, int]], memory: MemoryTable) -> None:
-        super().__init__([region for address, _ in spans if (region := memory.at(address)) is not None])
-        self.function = function
-        self.spans = spans
-        self.memory = memory
+    function: Callable[[], object]
+    spans: Sequence[tuple[int, int]]
+    memory: MemoryTable
 
     def run(self) -> float:
         for address, nbytes in self.spans:
@@ -213,15 +196,12 @@ class BatchCopy(Copy):
         self.done, self._bytes = True, None
 
 
+@dataclass(slots=True, eq=False)
 class CopyOperation(Operation):
-    __slots__ = ("fault", "parts", "places")
-    is_copy = True
+    is_copy: ClassVar[bool] = True
 
-    def __init__(self, parts: Sequence[Copy], regions: Sequence[Region]) -> None:
-        super().__init__(regions)
-        self.parts = parts
-        self.places = sum(part.places for part in parts)
-        self.fault = False
+    parts: Sequence[Copy]
+    fault: bool = False
 
     def run(self) -> float:
         for part in self.parts:

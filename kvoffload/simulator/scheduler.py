@@ -88,7 +88,7 @@ class Scheduler:
     # Progress
 
     def drift(self) -> None:
-        """With `drift_probability`, do one operation: work may start as soon as it is submitted."""
+        """Advance a stream, with the probability `drift_probability`: work may start as soon as it is submitted."""
         if self.pending and self.chance.random() < self.drift_probability:
             self.step()
 

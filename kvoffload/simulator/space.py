@@ -11,7 +11,7 @@ import os
 from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,30 +22,21 @@ ADDRESS_LIMIT = 1 << 47  # user addresses on x86-64 and on the usual arm64 kerne
 _ORIGIN = 4096
 
 
-class _Everything:
-    __array_interface__: ClassVar[dict[str, Any]] = {
-        "data": (_ORIGIN, False),
-        "shape": (ADDRESS_LIMIT - _ORIGIN,),
-        "typestr": "|u1",
-        "version": 3,
-    }
-
-
-_everything: Bytes = np.asarray(_Everything())
-
-
-def view(address: int, nbytes: int) -> Bytes:
-    """The bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
-    start = address - _ORIGIN
-    return _everything[start : start + nbytes]
-
-
 class _Held:
     """Exposes a range to numpy, and keeps its owner alive as long as an array over it lives."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+_everything: Bytes = np.asarray(_Held(_ORIGIN, ADDRESS_LIMIT - _ORIGIN, None))
+
+
+def view(address: int, nbytes: int) -> Bytes:
+    """Return the bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
+    start = address - _ORIGIN
+    return _everything[start : start + nbytes]
 
 
 def held_view(address: int, nbytes: int, owner: object) -> Bytes:
@@ -66,7 +57,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def host_address(pointer: Any) -> int:
-    """The address that the bindings take from a host pointer argument: an integer, or an object with a buffer."""
+    """Return the address that the bindings take from a host pointer: an integer, or an object with a buffer."""
     if isinstance(pointer, np.ndarray):
         return address_of(pointer)
     if hasattr(pointer, "__int__"):
@@ -78,7 +69,7 @@ _PROBED = 1 << 16  # bytes: for longer spans the list of all pages is read, whic
 
 
 def can_be_read(address: int, nbytes: int) -> bool:
-    """Whether the kernel, which checks each page, has copied a short span to a file in memory."""
+    """Return whether the kernel, which checks each page, has copied a short span to a file in memory."""
     span = view(address, nbytes)
     if not (address >= _ORIGIN and 0 < nbytes == span.nbytes <= _PROBED and hasattr(os, "memfd_create")):
         return False
@@ -110,7 +101,9 @@ class MappedPages:
         return self._known(*span) or can_be_read(*span) or self._listed(*span)
 
     def can_be_pinned(self, address: int, nbytes: int) -> bool:
-        """Whether a span is mapped, and not shared with a file on a disk: driver 580 registers none of those (ext4)."""
+        """Return whether a span is mapped, and not shared with a file on a disk: driver 580 registers none of those
+        (ext4).
+        """
         return self._listed(address, nbytes, _PINNABLE)
 
     def _listed(self, address: int, nbytes: int, names: tuple[bytes, ...] = (b"",)) -> bool:

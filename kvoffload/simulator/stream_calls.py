@@ -12,7 +12,7 @@ from cuda.bindings import driver as cuda
 from kvoffload.simulator.contexts import INVALIDATED, LEGACY, RELAXED, UNSUPPORTED, Event, Operation, Record, Stream
 from kvoffload.simulator.driver import Needs, SimulatedDriver, driver_call, integer
 from kvoffload.simulator.errors import INVALID_HANDLE, INVALID_VALUE, RefusedError
-from kvoffload.simulator.operations import RecordOperation, WaitEventOperation, WaitValueOperation
+from kvoffload.simulator.operations import RecordOperation, WaitValueOperation
 
 _R = cuda.CUresult
 NOT_READY = _R.CUDA_ERROR_NOT_READY
@@ -55,7 +55,7 @@ def cuStreamSynchronize(driver: SimulatedDriver, hStream: Any) -> Any:
     stream = _not_capturing(driver.stream(hStream))
     serial = stream.submitted
     if stream is stream.context.legacy:  # work that also waits for the blocking streams
-        serial = driver.submit(stream, Operation())
+        serial = driver.submit(stream, Operation(()))
     driver.finish(stream, serial, f"cuStreamSynchronize: {stream}")
 
 
@@ -67,7 +67,7 @@ def cuStreamWaitEvent(driver: SimulatedDriver, hStream: Any, hEvent: Any, Flags:
         return None
     if record.capture is not None or stream.capture is not None:
         return _wait_in_capture(stream, record)
-    operation = WaitEventOperation()
+    operation = Operation((), places=0)
     operation.dependencies.append((record.stream, record.serial))
     driver.submit(stream, operation)
     driver.scheduler.drift()
@@ -86,7 +86,6 @@ def cuEventCreate(driver: SimulatedDriver, Flags: int) -> Any:
 @driver_call()
 def cuEventDestroy(driver: SimulatedDriver, hEvent: Any) -> Any:
     event = driver.event(hEvent)
-    event.destroyed = True
     driver.events.remove(event.handle)
     event.context.events.pop(event.handle, None)
 
@@ -97,7 +96,8 @@ def cuEventRecord(driver: SimulatedDriver, hEvent: Any, hStream: Any) -> Any:
     if event.context is not stream.context:
         return INVALID_HANDLE
     record = Record(stream, stream.capture)
-    record.serial = driver.submit(stream, RecordOperation(record, driver.scheduler.now, event.timing))
+    operation = RecordOperation((), record, driver.scheduler.now, places=int(event.timing))
+    record.serial = driver.submit(stream, operation)
     event.record = record
     driver.scheduler.drift()
     return None
@@ -142,7 +142,7 @@ def cuStreamWaitValue32(driver: SimulatedDriver, stream: Any, addr: Any, value: 
     region = driver.memory.find(address, 4)
     if region is None or address % 4:
         raise RefusedError(INVALID_VALUE)
-    driver.submit(target, WaitValueOperation([region], address, number, integer(flags)))
+    driver.submit(target, WaitValueOperation([region], address, number, integer(flags) & 3))
     driver.scheduler.drift()
 
 
@@ -225,7 +225,7 @@ def _uncaptured(event: Event) -> Record | None:
 
 
 def _wait_in_capture(stream: Stream, record: Record) -> Any:
-    """A wait for an event of a capture makes the waiting stream join the capture, or is an error."""
+    """Make a stream that waits for an event of a capture join it, or refuse the wait."""
     capture = record.capture
     if capture is None:
         assert stream.capture is not None

@@ -105,7 +105,7 @@ class Output:
     def table(
         self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *, left: Collection[str] = ()
     ) -> None:
-        """A title and a table; nothing with --json.
+        """Print a title and a table; nothing with --json.
 
         Its first column and those named in `left` are aligned to the left, the others to the right. At most 80
         columns wide, unless --wide was given.
@@ -117,8 +117,8 @@ class Output:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr: call the yielded function with (done, in all). Nothing without rich, or if stderr is not a
-        terminal.
+        """Show a bar on stderr: call the yielded function with (done, in all). Nothing without rich, or if stderr is
+        not a terminal.
         """
         if not (self._rich and sys.stderr is not None and sys.stderr.isatty()):
             yield lambda done, total: None  # noqa: ARG005
@@ -136,7 +136,7 @@ def as_json(fields: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: no NaN, no infinity, no tuples."""
+    """Return a value for JSON: no NaN, no infinity, no tuples."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Any:
 
 
 def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *, note: bool = True) -> Device:
-    """The device that was asked for; with `auto`, the simulated one if CUDA offers none.
+    """Open the device that was asked for; with `auto`, the simulated one if CUDA offers none.
 
     With `note`, it writes one line to standard error if it is the simulated device.
     """
@@ -171,26 +171,26 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 block", "2 blocks"."""
+    """Return a number and its noun: "1 block", "2 blocks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def verified_text(verified: int, corrupt: int) -> str:
-    """The verdict on the loaded blocks: how many were wrong, or whether any were compared."""
+    """Return the verdict on the loaded blocks: how many were wrong, or whether any were compared."""
     if corrupt:
         return f"{corrupt:,} loaded blocks WRONG"
     return "every loaded byte verified, 0 wrong" if verified else "nothing was loaded"
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as text: KiB below 1 MiB, MiB below 1 GiB, else GiB."""
+    """Return bytes as text: KiB below 1 MiB, MiB below 1 GiB, else GiB."""
     if nbytes < 1 << 20:
         return f"{nbytes / 1024:.1f} KiB"
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 def bandwidth(nbytes: int, seconds: float) -> float | None:
-    """GB/s, or None if nothing was moved."""
+    """Return GB/s, or None if nothing was moved."""
     return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None
 
 
@@ -246,7 +246,7 @@ _GAP = 2  # between the columns of a table
 
 
 def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
-    """Lines of at most `width` columns, the later ones indented; a longer word has a line of its own."""
+    """Break text into lines of at most `width` columns, the later ones indented; a longer word has its own line."""
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
     )
@@ -254,7 +254,8 @@ def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
 
 
 def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Widths of a table's columns, whose lines fit `width` if their words do; the first line is the headings.
+    """Return the widths of a table's columns, whose lines fit `width` if their words do; the first line is the
+    headings.
 
     The widest column is narrowed first, and none below its longest word. Headings are broken before cells.
     """
@@ -273,7 +274,7 @@ def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def render(columns: Sequence[str], rows: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
-    """A table as text: the first column and those named in `left` aligned left, the others right, two spaces
+    """Return a table as text: the first column and those named in `left` aligned left, the others right, two spaces
     between.
     """
     cells = [[str(cell) for cell in line] for line in (columns, *rows)]

@@ -68,14 +68,14 @@ def make_figure(width: float, height: float, columns: int, **options: Any) -> tu
 
 
 def set_title(figure: Any, title: str, note: str) -> None:
-    """A title in bold at the top left, and below it a line in grey: the machine, the workload, the units."""
+    """Draw a title in bold at the top left, and below it a line in grey: the machine, the workload, the units."""
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
     below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
     figure.text(0.01, below, note, ha="left", va="top", fontsize=10, color=MUTED)
 
 
 def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
-    """Right of the line's end, at a height where labels do not overlap, and joined to it."""
+    """Label a line right of its end, at a height where labels do not overlap, and joined to it."""
     style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
     style["relpos"] = (0.0, 0.5)
     panel.annotate(
@@ -93,7 +93,7 @@ def label_end(panel: Any, x: float, value: float, height: float, series: Series)
 
 
 def spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
-    """Value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
+    """Return value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
     ordered = sorted(ends.items(), key=lambda item: item[1])
     groups: list[list[float]] = []  # of labels that touch: the sum of where they would lie if gaps were nothing; count
     for place, (_, value) in enumerate(ordered):

@@ -12,14 +12,14 @@ from kvoffload.planning.transfer_plan import Direction
 
 
 def aligned_pack_kernel(direction: Direction, row_bytes: int = 2048) -> KernelSpec:
-    """The kernel of pack for planes whose addresses and strides are multiples of 16 bytes, in rows of `row_bytes` (a
-    power of two that divides the bytes of a block) and words of 8 bytes.
+    """Return the kernel of pack for planes whose addresses and strides are multiples of 16 bytes, in rows of
+    `row_bytes` (a power of two that divides the bytes of a block) and words of 8 bytes.
     """
     return kernel_spec(FragmentShape(fragment_bytes=row_bytes, word_bytes=8, alignment=16), direction)
 
 
 def missing_copiers(device: Device) -> dict[str, str | None]:
-    """For every copier None, or why it cannot run on the device; a kernel is tried by loading one."""
+    """Return, for every copier, None or why it cannot run on the device; a kernel is tried by loading one."""
     missing = why_not(device.capabilities)
     if missing["pack"] is None:
         try:
@@ -31,7 +31,9 @@ def missing_copiers(device: Device) -> dict[str, str | None]:
 
 
 def describe_device(device: Device) -> dict[str, Any]:
-    """The machine behind a figure; versions are None for the simulated device, which has no driver."""
+    """Return the fields of JSON that describe the machine behind a figure; versions are None for the simulated device,
+    which has no driver.
+    """
     capabilities, pci = device.capabilities, device.pci
     return {
         "simulated": device.simulated,

@@ -6,6 +6,7 @@ Every number has an upper limit: no option may lead to an overflow, or to a requ
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def add_command(
     commands: Any, name: str, summary: str, text: str, *, example: str, common: str = "", usage: str = "[options]"
 ) -> argparse.ArgumentParser:
-    """The parser of a command, whose help shows every option, in lines of 80 columns.
+    """Add the parser of a command, whose help shows every option, in lines of 80 columns.
 
     `name` and `summary` are in the list of commands; `common` names the options of `add_common_options`, "" for none.
     """
@@ -60,16 +61,11 @@ COMMON = "--json, --backend auto|cuda|simulated, --device N"
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `COMMON` names. With `auto`, the simulated device is used if there is no usable GPU."""
+    """Add the options that `COMMON` names. With `auto`, the simulated device is used if there is no usable GPU."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--json", action="store_true", help=hidden)
     parser.add_argument("--backend", choices=("auto", "cuda", "simulated"), default="auto", help=hidden)
     parser.add_argument("--device", type=whole(0), default=0, metavar="N", help=hidden)
-
-
-def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
-    """`--wide`; `more` names the additional output."""
-    parser.add_argument("--wide", action="store_true", help=f"also {more}; no limit of 80 columns")
 
 
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:
@@ -104,13 +100,30 @@ def size(text: str) -> int:
 
 def scale(text: str) -> float:
     """An argparse type: a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: 0, or a finite number above it."""
+    return 0.0 if text.strip() in ("0", "0.0") else positive(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
 def model(text: str) -> ModelGeometry:

@@ -88,14 +88,14 @@ class Store:
             self.arguments.setdefault("timeout", _SECONDS)
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        """A tier over it, without a pool."""
+        """Make a tier over it, without a pool."""
         tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
         if not isinstance(tier, RemoteTier):
             raise TypeError(f"{self.kind} is not a tier over a remote store; try its folder with --path")
         return tier
 
     def client(self) -> tuple[Any, Callable[[], None]]:
-        """A client without a tier, and a function that closes it. Its errors are those of its package."""
+        """Return a client without a tier, and a function that closes it. Its errors are those of its package."""
         if self.kind not in _CLIENTS:
             raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
         return _CLIENTS[self.kind](self)
@@ -113,7 +113,7 @@ class Store:
             raise self.explained(error) from error
 
     def explained(self, error: Exception) -> StoreError:
-        """The meaning of an error, and its remedy."""
+        """Return the meaning of an error, and its remedy."""
         if isinstance(error, StoreError):
             return error
         if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
@@ -137,19 +137,19 @@ class Store:
 
 
 def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
-    """The option `--store`, which may be repeated; `stores_of` reads it."""
+    """Add the option `--store`, which may be repeated; `store_of` reads each."""
     parser.add_argument(
         "--store", nargs="+", action="append", default=[], metavar=("KIND", "NAME=VALUE"), help=text
     )  # fmt: skip
 
 
 def store_of(words: Sequence[str]) -> Store:
-    """The store of one `--store`."""
+    """Return the store of one `--store`."""
     return Store(words[0], dict(map(argument, words[1:])))
 
 
 def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
-    """A tier's argument from "name=value"; ValueError if it is malformed, or its variable is not set."""
+    """Return a tier's argument from "name=value"; ValueError if it is malformed, or its variable is not set."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
@@ -197,7 +197,7 @@ def _addresses(given: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _tried_connection(given: Mapping[str, Any]) -> Exception | None:
-    """The trouble with a connection to the first server, or with TLS on it; None if there is none."""
+    """Connect to the first server, and return the trouble with that, or with TLS on it; None if there is none."""
     address, wanted, speaks = _addresses(given)[0], bool(given.get("tls")), True
     try:
         connection = socket.create_connection(address, _HANDSHAKE_SECONDS)

@@ -84,12 +84,8 @@ def test_bench_sweep_refuses_sizes_that_no_block_has(capsys: pytest.CaptureFixtu
     assert "--sizes: 100 is no multiple of 32" in capsys.readouterr().err
 
 
-def test_the_simulated_device_shows_no_times_and_draws_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulated_device_draws_no_times(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--sizes", "4096", "--counts", "8", "--planes", "folded", "--backend", "simulated")
-    assert main(["bench", "sweep", *options]) == 0
-    out = capsys.readouterr().out
-    assert "0 wrong; times need a GPU" in out
-    assert not re.search(r"GB/s|\bus\b", out)
     assert main(["bench", "sweep", *options, "--plot", "figures"]) == 2
     refused = "the simulated device has none" if importlib.util.find_spec("matplotlib") else "needs? matplotlib"
     assert re.search(refused, capsys.readouterr().err)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benching import run_json
+from benching import refused, run_json
 
 from kvoffload.commands import main
 from kvoffload.tiers import DiskTier, Outcome
@@ -120,21 +120,16 @@ def test_no_file_is_left_when_it_ends_early(
     assert ("interrupted" in error) or ("Input/output error" in error)
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
-    assert main(arguments) == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 def test_what_cannot_be_done_is_refused_before_a_file_is_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "are free; lower --nbytes or --records" in refused(capsys, run(tmp_path, "--records", "4000000000"))
-    assert "multiples of 4096, got 5000" in refused(capsys, run(tmp_path, "--sizes", "5000"))
-    assert "--threads must be at most 256" in refused(capsys, run(tmp_path, "--threads", "1,300"))
-    assert "there is no such folder" in refused(capsys, run(tmp_path / "none"))
+    assert "are free; lower --nbytes or --records" in refused(capsys, *run(tmp_path, "--records", "4000000000"))
+    assert "multiples of 4096, got 5000" in refused(capsys, *run(tmp_path, "--sizes", "5000"))
+    assert "--threads must be at most 256" in refused(capsys, *run(tmp_path, "--threads", "1,300"))
+    assert "there is no such folder" in refused(capsys, *run(tmp_path / "none"))
     monkeypatch.setattr("kvoffload.internal.hostinfo.available_bytes", lambda: 1 << 20)
-    assert "1.00 MiB are available; lower --nbytes" in refused(capsys, run(tmp_path))
+    assert "1.00 MiB are available; lower --nbytes" in refused(capsys, *run(tmp_path))
     monkeypatch.undo()
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255)))
-    assert "36.0 KiB are free" in refused(capsys, run(tmp_path))
+    assert "36.0 KiB are free" in refused(capsys, *run(tmp_path))
     assert list(tmp_path.iterdir()) == []

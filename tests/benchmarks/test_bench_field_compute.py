@@ -11,7 +11,7 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
-from kvoffload_bench.field_methods import FieldMethods, FieldSetup, SeriesSize, contiguous_series
+from kvoffload_bench.field_methods import ContiguousSeries, FieldMethods, FieldSetup, SeriesSize
 from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.series import SeriesRun
 from kvoffload_bench.setup import Placement
@@ -62,7 +62,7 @@ def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> Non
         SeriesRun(
             lab, [Situation.SMALL], ["both"], groups=1, seconds=None, progress=lambda *_: None, spare=True
         ) as run,
-        contiguous_series(lab, SIZE) as contiguous,
+        ContiguousSeries(lab, SIZE) as contiguous,
         FieldSetup(lab, MODEL, Placement.INTERLEAVED, SIZE) as setup,
         closing(FieldMethods(setup, contiguous)) as methods,
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from benching import Run, running
 from documents import snippets
 from fleet_oracle import FleetOracle
-from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
+from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_lines, write_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
@@ -236,9 +235,8 @@ def test_json_has_a_record_for_each_number_of_hosts(tmp_path: Path, run: Run, se
 
 
 def test_bytes_of_the_network_are_the_models(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000 * second, "hash_ids": ids} for second, ids in ((0, [1, 2]), (5, [3, 4]), (20, [1, 2]))]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "trace.jsonl", lines)
     options = ("--hosts", 1, "--slots", 2, "--store-slots", 9, "--policy", "lru", "--model", "llama-3.1-8b")
     _, fields, _ = run(path, *options, "--store-gb-per-s", 2)
     (row,) = fields["records"]
@@ -259,10 +257,9 @@ def test_bytes_of_the_network_are_the_models(tmp_path: Path, run: Run) -> None:
 def test_the_verdict_comes_first_and_text_has_80_columns(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, routing: str
 ) -> None:
-    path = tmp_path / "trace.jsonl"
     random = np.random.default_rng(0)
     lines = [{"timestamp": 100 * line, "hash_ids": random.integers(0, 999, 9).tolist()} for line in range(50)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "trace.jsonl", lines)
     options = ("--slots", "1000000", "--disk-slots", "1000000", "--store-slots", "100000000", "--routing", routing)
     rates = ("--model", "llama-3.1-70b", "--tokens-per-hash", "100000", "--store-gb-per-s", "1")
     assert main(["bench", "fleet", str(path), "--hosts", "2,64", *options, *rates]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 from functools import cache
@@ -68,9 +70,6 @@ def test_every_benchmark_prints_a_verdict_and_80_columns(
 @cache
 def recorded(name: str) -> str:
     """What a benchmark gives on the simulated device, as JSON text."""
-    import contextlib
-    import io
-
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
         assert main(["bench", name, *BENCHES[name], *SIMULATED, "--json"]) == 0
     return printed.getvalue()

@@ -38,11 +38,6 @@ def test_bench_parts_verifies_every_load(capsys: pytest.CaptureFixture[str]) -> 
     assert (fields["benchmark"], fields["simulated"], fields["wrong_rows"]) == ("parts", True, 0)
 
 
-def test_bench_parts_without_a_gpu_prints_what_was_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SIMULATED, "--blocks", "20", "--parts", "1,4", "--copier", "batch"]) == 0
-    assert capsys.readouterr().out == "bench parts: 2 transfers verified, 0 wrong; times need a GPU\n"
-
-
 def test_bench_parts_of_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """On the simulated device it carries what it is asked to carry."""
     options = ("--blocks", "16", "--parts", "1,4", "--copier", "strided", "--repeats", "1")
@@ -71,11 +66,8 @@ def test_bench_parts_counts_wrong_bytes_of_every_round_and_fails(
     ("options", "message"),
     [
         (("--parts", "3"), "--parts 3 does not divide the 64 planes of llama-3.1-8b: give divisors"),
-        (("--parts", "0"), "must be at least 1"),
-        (("--blocks", "x"), "must be an integer"),
         (("--copier", "pack"), "invalid choice: 'pack'"),
         (("--model", "gpt-oss-20b"), "gpt-oss-20b has 2 groups"),
-        (("--model", "nobody"), "unknown model 'nobody'"),
     ],
 )
 def test_bench_parts_refuses_bad_options(

@@ -233,7 +233,7 @@ def test_show_follows_its_options_and_the_profile(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.commands.tune.profile_for", lambda _: default_profile(H200))
-    assert "pack" in {each.method for each in decisions(default_profile(H200), frozenset(COPIERS), "latency")}
+    assert "pack" in {each["method"] for each in decisions(default_profile(H200), frozenset(COPIERS), "latency")}
     fields = show(capsys, "--prefer", "latency")
     assert fields["profile"] == default_profile(H200).source
     assert fields["not_offered"] == ["pack"]

@@ -13,7 +13,6 @@ from printed import Terminal
 from kvoffload.commands import main
 from kvoffload.replay.trace import require_readable
 from kvoffload.terminal.console import WIDTH
-from kvoffload.terminal.options import numbers
 
 
 def words(each: str | tuple[str, ...]) -> str:
@@ -78,15 +77,6 @@ def test_thousands_separators_are_refused_by_option_and_value(
     assert f"got {value!r}" in message
 
 
-def test_a_comma_separates_numbers() -> None:
-    assert numbers("4096,100,7") == [4096, 100, 7]
-
-
-def test_the_help_of_scale_says_which_end_is_included(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "--help"]) == 0
-    assert "shrink blocks to X of their bytes, 0 < X <= 1" in capsys.readouterr().out
-
-
 # files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -103,13 +93,10 @@ def test_a_missing_trace_is_named_before_anything_else(
     assert message == f"kvoffload: error: cannot read the trace {path}: No such file or directory\n"
 
 
-@pytest.mark.parametrize("command", [("tune", "--output")], ids=words)
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "missing" / "file.json"
-    message = refused(capsys, *command, str(path), "--backend", "simulated")
-    assert message.endswith(f"error: {command[-1]} {path} cannot be written: No such file or directory\n")
+    message = refused(capsys, "tune", "--output", str(path), "--backend", "simulated")
+    assert message.endswith(f"error: --output {path} cannot be written: No such file or directory\n")
 
 
 def test_a_pipe_is_not_opened_to_see_whether_it_can_be_read(tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ def key(number: int) -> bytes:
     return bytes(8) + (number + (1 << 63)).to_bytes(8, "big")
 
 
+def taken_from(events: RouterEvents) -> Batch:
+    batch = events.take()
+    assert batch is not None
+    return batch
+
+
 class Router:
     """Follows messages: token sequences by medium, from the hashes and tokens alone."""
 
@@ -153,8 +159,7 @@ def test_where_a_store_is_stays_unsaid(medium: Medium) -> None:
     events.describe([key(1)], [5])
     events.stored([key(1)], medium)
     events.removed([key(1)], medium)
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert [(event["medium"], "locality" in event) for event in batch.payload[1]] == [(medium, False)] * 2
 
 
@@ -165,8 +170,7 @@ def test_keys_that_routers_were_not_told_of_are_not_reported_as_removed() -> Non
     events.removed([key(1), key(2), key(3), key(9)], "CPU")
     events.removed([key(1)], "DISK")
     events.removed([key(1)], "CPU")
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     gone = [event for event in batch.payload[1] if event["type"] == "BlockRemoved"]
     assert [(event["block_hashes"], event["medium"]) for event in gone] == [([hash_of(key(1))], "CPU")]
 
@@ -180,12 +184,10 @@ def test_a_message_names_keys_that_follow_each_other() -> None:
     events.describe([key(each) for each in range(5)], range(5))
     events.describe([key(7)], [7], parent=key(4), lora_name="chat")
     events.stored([key(0), key(1), key(3), key(4), key(7)], "DISK")
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert shown(batch) == [(2, None, [0, 1])], "the others wait for key 2"
     events.stored([key(2)], "CPU")
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert shown(batch) == [(1, hash_of(key(1)), [2]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
 
 
@@ -209,8 +211,7 @@ def test_keys_that_come_in_any_order_are_reported_behind_their_parents(seed: int
         assert known >= {hash_of(key(each)) for each in range(leading)}, seed
     events.cleared()
     events(CacheEvent("promoted", (key(5),)))
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert batch.payload[1] == [{"type": "AllBlocksCleared"}], seed
 
 
@@ -221,8 +222,7 @@ def test_what_was_not_described_is_counted_and_left_out() -> None:
     events(CacheEvent("stored", (key(5),)))
     for kind in ("hit", "miss", "declined", "failed"):
         events(CacheEvent(kind, (key(1),)))
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert [event["block_hashes"] for event in batch.payload[1]] == [[hash_of(key(1))]]
     assert events.not_described == 3
 
@@ -242,8 +242,7 @@ def test_lost_events_leave_a_gap_in_the_sequence() -> None:
     events = RouterEvents(1, most_pending=3, remembered=2)
     for _ in range(4):
         events.cleared()
-    batch = events.take()
-    assert batch is not None
+    batch = taken_from(events)
     assert (batch.sequence, len(batch.payload[1]), events.lost) == (1, 1, 3)
     events.describe([key(1), key(2), key(3)], [1, 2, 3])
     events.stored([key(1), key(2)], "CPU")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +119,11 @@ def keys_of(ids: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def write_trace(path: Path, requests: Sequence[Sequence[int]]) -> Path:
-    path.write_text("".join(json.dumps({"timestamp": 0, "hash_ids": list(ids)}) + "\n" for ids in requests))
+    return write_lines(path, ({"timestamp": 0, "hash_ids": list(ids)} for ids in requests))
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benching import Run, running
-from replay_oracles import keys_of, write_trace
+from replay_oracles import keys_of, write_lines, write_trace
 
 from kvoffload.cache.policies import make_policy
 from kvoffload.commands import main
@@ -47,10 +46,8 @@ run = pytest.fixture(running("replay", "--metadata-only"))
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": 1000 * seconds, "session": name, "hash_ids": ids} for seconds, name, ids in LINES]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    lines = ({"timestamp": 1000 * seconds, "session": name, "hash_ids": ids} for seconds, name, ids in LINES)
+    return write_lines(tmp_path / "trace.jsonl", lines)
 
 
 def trace_of(lines: Sequence[Line]) -> Trace:
@@ -75,15 +72,13 @@ def replayed(lines: Sequence[Line], slots: int, hints: str) -> PolicyResult:
     ],
 )
 def test_sessions_of_a_trace(tmp_path: Path, fields: list[dict[str, Any]], sessions: list[str] | None) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps({"hash_ids": [1]} | each) + "\n" for each in fields))
+    path = write_lines(tmp_path / "trace.jsonl", ({"hash_ids": [1]} | each for each in fields))
     assert read_timed_trace(path) == Trace([keys_of([1])] * len(fields), None, sessions)
 
 
 @pytest.mark.parametrize("wrong", [1.5, True, ["a"], {}])
 def test_a_session_of_a_wrong_type_is_refused(tmp_path: Path, run: Run, wrong: object) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"hash_ids": [1]}\n' + json.dumps({"hash_ids": [1], "session": wrong}) + "\n")
+    path = write_lines(tmp_path / "trace.jsonl", [{"hash_ids": [1]}, {"hash_ids": [1], "session": wrong}])
     code, _, stderr = run(path)
     assert code == 2
     assert f'{path}, line 2: "session" must be a string or an integer, got {wrong!r}' in stderr
@@ -188,10 +183,8 @@ def test_lines_of_a_figure_are_told_apart() -> None:
 
 def test_hints_need_sessions_and_times(tmp_path: Path, run: Run) -> None:
     bare = write_trace(tmp_path / "bare.jsonl", [[1], [1]])
-    named = tmp_path / "named.jsonl"
-    named.write_text('{"hash_ids": [1], "session": 1}\n' * 2)
-    timed = tmp_path / "timed.jsonl"
-    timed.write_text("".join(f'{{"hash_ids": [1], "timestamp": {stamp}}}\n' for stamp in (1, 2)))
+    named = write_lines(tmp_path / "named.jsonl", [{"hash_ids": [1], "session": 1}] * 2)
+    timed = write_lines(tmp_path / "timed.jsonl", ({"hash_ids": [1], "timestamp": stamp} for stamp in (1, 2)))
     for traffic in ((bare,), (named,), (timed,), ("--workload", "agents", "--requests", 3)):
         code, fields, stderr = run(*traffic, "--hints", "release")
         assert (code, fields) == (2, {})

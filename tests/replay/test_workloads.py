@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -163,6 +164,10 @@ def test_the_kind_changes_half_way(seed: int) -> None:
 # what policies make of them -------------------------------------------------------------------------------------------
 
 
+def hits_of(requests: list[Request], slots: int, policies: Iterable[str]) -> dict[str, int]:
+    return {each: hits_of_policy(Trace(requests), slots, each, lambda *_: None).blocks_hit for each in policies}
+
+
 # At once: turns of conversations, prompts that policies differ on most, and a change (from documents to agents). The
 # others take longer and are of these shapes or, as no reuse, of none; evaluation has a test of its own below.
 SERVED = rest_long(["chat", *(name for name in WORKLOADS if name != "chat")], 1)
@@ -172,7 +177,7 @@ SERVED = rest_long(["chat", *(name for name in WORKLOADS if name != "chat")], 1)
 @pytest.mark.parametrize("slots", rest_long([256, 1024], 1))
 def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(name: str, slots: int) -> None:
     requests = make_workload(name, 1000)
-    hits = {policy: hits_of_policy(Trace(requests), slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}
+    hits = hits_of(requests, slots, POLICIES)
     keys = [[int.from_bytes(key, "big") for key in request] for request in requests]
     assert hits["lru"] == Oracle(slots).serve_all(keys).hits
     few = 0.002 * sum(map(len, requests))  # of one-off prompts hardly any is found by any policy
@@ -182,20 +187,14 @@ def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(
 
 def test_the_default_finds_what_lru_does_not_where_prompts_come_round(seed: int) -> None:
     requests = make_workload("evaluation", 2000, seed)
-    hits = {
-        policy: hits_of_policy(Trace(requests), 1024, policy, lambda *_: None).blocks_hit
-        for policy in ("lru", DEFAULT_POLICY)
-    }
+    hits = hits_of(requests, 1024, ("lru", DEFAULT_POLICY))
     assert hits["lru"] == 0
     assert hits[DEFAULT_POLICY] > 0.1 * sum(map(len, requests))
 
 
 def test_in_chat_the_default_policy_has_more_hits_than_lru(seed: int) -> None:
     requests = make_workload("chat", 4000, seed)
-    hits = {
-        policy: hits_of_policy(Trace(requests), 2048, policy, lambda *_: None).blocks_hit
-        for policy in ("lru", DEFAULT_POLICY)
-    }
+    hits = hits_of(requests, 2048, ("lru", DEFAULT_POLICY))
     assert hits[DEFAULT_POLICY] > 1.15 * hits["lru"]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pytest
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator import SimulatedDriver
@@ -78,6 +78,13 @@ class Program:
         return self.status("cuMemcpy3DBatchAsync", len(operations), operations, 0, stream)
 
 
+def in_threads(work: Callable[[], object], count: int = 1) -> None:
+    """Call `work` in so many threads, and raise what it raises."""
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(work) for _ in range(count)]:
+            future.result(60)
+
+
 def address_of(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
@@ -108,9 +115,3 @@ def rectangle(target: Any, source: Any, width: int, height: int, target_pitch: i
     made.srcPitch, made.dstPitch = source_pitch, target_pitch
     made.WidthInBytes, made.Height = width, height
     return made
-
-
-@pytest.fixture(name="program")
-def program_fixture() -> Program:
-    """Import it where a test takes `program`."""
-    return Program()

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from counting import steps
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ANY,
-    Program,
-    R,
-    attributes,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import ANY, Program, R, attributes, in_threads
 
 
 def test_leaks_and_repr_show_what_is_alive(program: Program) -> None:
@@ -65,25 +57,15 @@ def test_many_small_loads_are_cheap(program: Program) -> None:
 
 
 def test_threads_share_one_driver(program: Program) -> None:
-    errors: list[BaseException] = []
-
     def work() -> None:
-        try:
-            program.ok("cuCtxPushCurrent", program.context)
-            stream, event = program.stream(), program.event()
-            source, target = program.host(256, 9), program.device(256)
-            for _ in range(100):
-                program.ok("cuMemcpyAsync", target, source, 256, stream)
-                program.ok("cuEventRecord", event, stream)
-                while program.status("cuEventQuery", event) != R.CUDA_SUCCESS:
-                    pass
-            assert (program.bytes(target, 256) == 9).all()
-        except BaseException as error:
-            errors.append(error)
+        program.ok("cuCtxPushCurrent", program.context)
+        stream, event = program.stream(), program.event()
+        source, target = program.host(256, 9), program.device(256)
+        for _ in range(100):
+            program.ok("cuMemcpyAsync", target, source, 256, stream)
+            program.ok("cuEventRecord", event, stream)
+            while program.status("cuEventQuery", event) != R.CUDA_SUCCESS:
+                pass
+        assert (program.bytes(target, 256) == 9).all()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(work, 4)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Probe, Verdict
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    LEGACY,
-    Program,
-    R,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import LEGACY, Program, R, in_threads
 
 STATUS = cuda.CUstreamCaptureStatus
 FORBIDDEN = {
@@ -30,13 +23,6 @@ FORBIDDEN = {
 }
 INVALIDATES = Verdict("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
 FINE = Verdict("CUDA_SUCCESS", "CUDA_SUCCESS")
-
-
-def in_thread(action: Callable[[], object]) -> None:
-    thread = threading.Thread(target=action)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_a_capturing_stream_records_instead_of_running(program: Program) -> None:
@@ -84,30 +70,28 @@ def test_a_stream_that_is_not_blocking_leaves_the_legacy_stream_alone(program: P
     program.ok("cuStreamEndCapture", stream)
 
 
-def illegal_calls(program: Program, captured: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """Calls that cannot be part of a capture, and what they return; in whatever mode."""
-    event, outside, free = program.event(), program.event(), program.stream()
-    program.ok("cuEventRecord", outside, free)
-    program.ok("cuStreamBeginCapture", captured, RELAXED)
-    program.ok("cuEventRecord", event, captured)
-    unsupported = R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-    return {
-        "query": (lambda: program.status("cuStreamQuery", captured), unsupported),
-        "synchronize": (lambda: program.status("cuStreamSynchronize", captured), unsupported),
-        "event query": (lambda: program.status("cuEventQuery", event), R.CUDA_ERROR_CAPTURED_EVENT),
-        "event wait": (lambda: program.status("cuEventSynchronize", event), R.CUDA_ERROR_CAPTURED_EVENT),
-        "isolation": (
-            lambda: program.status("cuStreamWaitEvent", captured, outside, 0),
-            R.CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", ["query", "synchronize", "event query", "event wait", "isolation"])
-def test_an_illegal_call_invalidates_the_capture(program: Program, name: str) -> None:
-    stream, event = program.stream(), program.event()
-    call, status = illegal_calls(program, stream)[name]
-    assert call() == status
+@pytest.mark.parametrize(
+    ("name", "arguments", "status"),
+    [
+        ("cuStreamQuery", ("captured",), R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+        ("cuStreamSynchronize", ("captured",), R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+        ("cuEventQuery", ("event",), R.CUDA_ERROR_CAPTURED_EVENT),
+        ("cuEventSynchronize", ("event",), R.CUDA_ERROR_CAPTURED_EVENT),
+        ("cuStreamWaitEvent", ("captured", "outside"), R.CUDA_ERROR_STREAM_CAPTURE_ISOLATION),
+    ],
+)
+def test_an_illegal_call_invalidates_the_capture(
+    program: Program, name: str, arguments: tuple[str, ...], status: Any
+) -> None:
+    """In whatever mode."""
+    stream, made = program.stream(), {each: program.event() for each in ("event", "outside")}
+    program.ok("cuEventRecord", made["outside"], program.stream())
+    program.ok("cuStreamBeginCapture", stream, RELAXED)
+    program.ok("cuEventRecord", made["event"], stream)
+    made["captured"] = stream
+    flags = (0,) if name == "cuStreamWaitEvent" else ()
+    assert program.status(name, *map(made.get, arguments), *flags) == status
+    event = program.event()
     assert program.ok("cuStreamIsCapturing", stream) == STATUS.CU_STREAM_CAPTURE_STATUS_INVALIDATED
     assert program.status("cuEventRecord", event, stream) == R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
     assert program.status("cuStreamEndCapture", stream) == R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
@@ -159,7 +143,7 @@ def test_a_forbidden_call_does_nothing(program: Program) -> None:
 def test_the_capture_mode_is_each_threads_own(program: Program) -> None:
     exchange, seen = "cuThreadExchangeStreamCaptureMode", []
     assert program.ok(exchange, RELAXED) == GLOBAL
-    in_thread(lambda: seen.append(program.ok(exchange, THREAD_LOCAL)))
+    in_threads(lambda: seen.append(program.ok(exchange, THREAD_LOCAL)))
     assert seen == [GLOBAL]
     assert program.ok(exchange, GLOBAL) == RELAXED
 
@@ -175,7 +159,7 @@ def test_a_capture_is_ended_by_the_thread_that_began_it_unless_it_is_relaxed(pro
         (RELAXED, R.CUDA_SUCCESS),
     ):
         stream = program.stream()
-        in_thread(lambda stream=stream, mode=mode: begin(stream, mode))  # type: ignore[misc]
+        in_threads(lambda stream=stream, mode=mode: begin(stream, mode))  # type: ignore[misc]
         assert program.status("cuStreamEndCapture", stream) == status
 
 

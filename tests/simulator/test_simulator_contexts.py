@@ -7,11 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from simulator_program import (
-    Program,
-    R,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import Program, R
 
 from kvoffload.simulator import SimulatedDriver
 

@@ -22,7 +22,6 @@ from simulator_program import (
     R,
     address_of,
     attributes,
-    program_fixture,  # noqa: F401
     rectangle,
     strided_operation,
 )
@@ -43,16 +42,9 @@ def carried(program: Program, order: Any) -> bool:
     return bool(value == 2)
 
 
-def test_access_order_stream_reads_when_the_copy_runs() -> None:
-    assert all(carried(Program(seed=seed), STREAM) for seed in range(20))
-
-
-def test_access_order_during_api_call_reads_at_submission() -> None:
-    assert not any(carried(Program(seed=seed), DURING_API_CALL) for seed in range(20))
-
-
-def test_access_order_any_may_read_at_any_moment() -> None:
-    assert {carried(Program(seed=seed), ANY) for seed in range(20)} == {True, False}
+@pytest.mark.parametrize(("order", "moments"), [(STREAM, {"run"}), (DURING_API_CALL, {"call"}), (ANY, {"run", "call"})])
+def test_a_source_is_read_when_its_access_order_says(order: Any, moments: set[str]) -> None:
+    assert {"run" if carried(Program(seed=seed), order) else "call" for seed in range(20)} == moments
 
 
 @pytest.mark.parametrize("order", [ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_INVALID, ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_MAX])

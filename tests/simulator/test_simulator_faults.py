@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 from seeds import seeds
-from simulator_program import (
-    ANY,
-    ILLEGAL_ADDRESS,
-    Program,
-    R,
-    program_fixture,  # noqa: F401
-    strided_operation,
-)
+from simulator_program import ANY, ILLEGAL_ADDRESS, Program, R, strided_operation
 
 from kvoffload.simulator import space
 

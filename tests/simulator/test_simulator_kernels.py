@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from capture_probe import GLOBAL
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ILLEGAL_ADDRESS,
-    Program,
-    R,
-    address_of,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import ILLEGAL_ADDRESS, Program, R, address_of, in_threads
 
 from kvoffload.simulator import SimulatorError, interpreter, kernels
 
@@ -292,11 +285,8 @@ def test_a_gpu_with_fewer_threads_a_block_refuses_the_launch_and_says_so_before(
 
 
 def test_shared_memory_beyond_48_kib_is_asked_for_and_is_bounded(program: Program) -> None:
-    function, stream, rows = (
-        load(program, COPY_ROWS | {"shared_bytes": 65_536}),
-        program.stream(),
-        make_rows(program, 4),
-    )
+    function = load(program, COPY_ROWS | {"shared_bytes": 65_536})
+    stream, rows = program.stream(), make_rows(program, 4)
     assert launch(program, function, rows.arguments, stream, shared_bytes=65_536) == R.CUDA_ERROR_INVALID_VALUE
     assert program.status("cuFuncSetAttribute", function, MAX_SHARED, 232_449) == R.CUDA_ERROR_INVALID_VALUE
     assert program.status("cuFuncSetAttribute", function, MAX_THREADS, 64) == R.CUDA_ERROR_INVALID_VALUE
@@ -310,16 +300,6 @@ def test_shared_memory_beyond_48_kib_is_asked_for_and_is_bounded(program: Progra
     launch(program, function, rows.arguments, stream, shared_bytes=16_384)
     assert program.status("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
     assert program.sim.device_faults == ["copy_rows uses 65536 shared bytes, got 16384"]
-
-
-def test_a_capturing_stream_takes_a_launch_and_does_not_run_it(program: Program) -> None:
-    function, stream, rows = load(program, COPY_ROWS), program.stream(), make_rows(program, 4)
-    program.ok("cuStreamBeginCapture", stream, GLOBAL)
-    assert launch(program, function, rows.arguments, stream) == R.CUDA_SUCCESS
-    program.ok("cuStreamEndCapture", stream)
-    program.sim.run_all()
-    assert (rows.target == 0xA5).all()
-    assert program.sim.pending_operations() == 0
 
 
 def test_programs_run_in_no_order_that_can_be_relied_on(program: Program) -> None:
@@ -340,13 +320,6 @@ def test_programs_run_in_no_order_that_can_be_relied_on(program: Program) -> Non
 
 
 # faults
-
-
-def test_a_right_address_is_no_fault(program: Program) -> None:
-    """What the tests below change, one by one."""
-    function, stream = load(program, READ_WORD), program.stream()
-    launch(program, function, Arguments(int(program.device(8)), program.host(8)), stream)
-    program.ok("cuStreamSynchronize", stream)
 
 
 UNPINNED = np.zeros(16, np.int64)
@@ -441,14 +414,6 @@ def test_registered_memory_is_reached(program: Program) -> None:
     program.ok("cuMemHostUnregister", PAGE)
 
 
-def test_addresses_that_a_mask_leaves_out_are_not_touched(program: Program) -> None:
-    function, stream, rows = load(program, COPY_ROWS), program.stream(), make_rows(program, 5)
-    assert rows.table.size % 4, "the last rows of the last tile are masked out, and behind the table"
-    launch(program, function, rows.arguments, stream)
-    program.ok("cuStreamSynchronize", stream)
-    assert (rows.target == rows.source).all()
-
-
 @pytest.mark.parametrize("offset", [4, 1])
 def test_an_address_that_is_not_aligned_to_its_word_loses_the_context(program: Program, offset: int) -> None:
     function, stream = load(program, READ_WORD), program.stream()
@@ -460,12 +425,8 @@ def test_an_address_that_is_not_aligned_to_its_word_loses_the_context(program: P
 def test_a_kernel_that_is_promised_more_alignment_than_there_is_loses_the_context(
     program: Program, alignment: int, status: Any
 ) -> None:
-    constants = {"WORDS": 8, "ROWS": 4, "ALIGNMENT": alignment}
-    function, stream, rows = (
-        load(program, COPY_ROWS | {"constants": constants}),
-        program.stream(),
-        make_rows(program, 4),
-    )
+    function = load(program, COPY_ROWS | {"constants": {"WORDS": 8, "ROWS": 4, "ALIGNMENT": alignment}})
+    stream, rows = program.stream(), make_rows(program, 4)
     rows.table[:4] = int(program.device(400, 7)) + 8 + 72 * np.arange(4)
     launch(program, function, rows.arguments, stream)
     assert program.status("cuStreamSynchronize", stream) == status
@@ -487,17 +448,6 @@ def test_a_kernel_that_the_interpreter_cannot_run_is_the_tests_fault(program: Pr
     release()
     with pytest.raises(SimulatorError, match=r"cannot run kernel_for_tests\.broken: AttributeError"):
         program.status("cuStreamSynchronize", stream)
-
-
-def test_injected_faults_and_lost_contexts_drop_launches(program: Program) -> None:
-    function, stream, rows = load(program, COPY_ROWS), program.stream(), make_rows(program, 4)
-    release = program.gate(stream)
-    launch(program, function, rows.arguments, stream)
-    program.sim.faults.sticky()
-    release()
-    assert program.status("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
-    assert program.sim.pending_operations() == 0
-    assert (rows.target == 0xA5).all()
 
 
 # beside other things
@@ -527,35 +477,14 @@ def test_triton_is_left_as_it_was(program: Program) -> None:
     assert set(vars(kernel)) == names
 
 
-def test_functions_queued_as_kernels_still_run_between_launches(program: Program) -> None:
-    function, stream, rows = load(program, COPY_ROWS), program.stream(), make_rows(program, 4)
-    span = (address_of(rows.source), rows.source.size)
-    program.sim.enqueue(stream, lambda: rows.source.fill(3), writes=[span])
-    launch(program, function, rows.arguments, stream)
-    program.sim.enqueue(stream, lambda: rows.source.fill(4), writes=[span])
-    program.ok("cuStreamSynchronize", stream)
-    assert (rows.target == 3).all()
-    assert (rows.source == 4).all()
-
-
 def test_kernels_of_several_drivers_and_threads_do_not_disturb_each_other() -> None:
-    errors: list[BaseException] = []
-
     def work() -> None:
-        try:
-            program = Program()
-            function, stream = load(program, COPY_ROWS), program.stream()
-            for count in (3, 9):
-                rows = make_rows(program, count)
-                launch(program, function, rows.arguments, stream, grid=(2, 1, 1))
-                program.ok("cuStreamSynchronize", stream)
-                assert (rows.target == rows.source).all()
-        except BaseException as error:
-            errors.append(error)
+        program = Program()
+        function, stream = load(program, COPY_ROWS), program.stream()
+        for count in (3, 9):
+            rows = make_rows(program, count)
+            launch(program, function, rows.arguments, stream, grid=(2, 1, 1))
+            program.ok("cuStreamSynchronize", stream)
+            assert (rows.target == rows.source).all()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    in_threads(work, 4)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    Program,
-    R,
-    address_of,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import Program, R, address_of
 
 from kvoffload.simulator import SimulatorError, memory, space
 
@@ -130,10 +125,8 @@ def test_a_copy_from_pageable_memory_can_be_had_without_staging(program: Program
 
 
 def test_pointers_are_described(program: Program) -> None:
-    kind, ordinal = (
-        cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-    )
+    kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    ordinal = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     pointer, address = program.device(64), program.host(64)
     assert program.ok("cuPointerGetAttribute", kind, int(pointer) + 63) == cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
     assert program.ok("cuPointerGetAttribute", kind, address) == cuda.CUmemorytype.CU_MEMORYTYPE_HOST
@@ -143,13 +136,10 @@ def test_pointers_are_described(program: Program) -> None:
 
 def test_mapped_memory_is_described_by_handle_and_copied_as_one(program: Program) -> None:
     base = program.sim.allocate_outside(2500, device=0, allocator="mapped", handle_bytes=1000)
-    ranges = [program.ok("cuMemGetAddressRange", base + at) for at in (0, 999, 1000, 2499)]
-    assert [(int(start) - base, nbytes) for start, nbytes in ranges] == [
-        (0, 1000),
-        (0, 1000),
-        (1000, 1000),
-        (2000, 500),
-    ]
+    handles = {0: (0, 1000), 999: (0, 1000), 1000: (1000, 1000), 2499: (2000, 500)}
+    for at, handle in handles.items():
+        start, nbytes = program.ok("cuMemGetAddressRange", base + at)
+        assert (int(start) - base, nbytes) == handle
     assert program.status("cuMemGetAddressRange", base + 2500) == R.CUDA_ERROR_NOT_FOUND
     target, stream = program.device(2500), program.stream()
     assert program.status("cuMemcpyAsync", target, base, 2500, stream) == R.CUDA_SUCCESS

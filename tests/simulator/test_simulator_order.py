@@ -12,13 +12,7 @@ from cuda.bindings import driver as cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import seeds
-from simulator_program import (
-    LEGACY,
-    PER_THREAD,
-    Program,
-    R,
-    program_fixture,  # noqa: F401
-)
+from simulator_program import LEGACY, PER_THREAD, Program, R
 
 from kvoffload.simulator import SimulatorError
 

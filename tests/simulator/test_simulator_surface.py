@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
-from simulator_program import (
-    ANY,
-    DURING_API_CALL,
-    PER_THREAD,
-    Program,
-    R,
-    attributes,
-    program_fixture,  # noqa: F401
-    rectangle,
-    strided_operation,
-)
+from simulator_program import ANY, DURING_API_CALL, PER_THREAD, Program, R, attributes, rectangle, strided_operation
 
 from kvoffload.driver import functions
-from kvoffload.simulator import SimulatedDriver, copy_calls
+from kvoffload.simulator import SimulatedDriver, copy_calls, space
 
 
 def test_offers_every_function_of_the_seam() -> None:
@@ -54,7 +44,7 @@ def test_structures_are_laid_out_as_the_installed_bindings_lay_them_out() -> Non
     (seen,) = copy_calls.structures([int(made.getPtr())], copy_calls.RECTANGLE_DTYPE)
     assert seen.tolist() == (9, 10, 4, 0x33, 0x11, 5, 11, 12, 4, 0x44, 0x22, 6, 3, 4)
     assert (copy_calls.OPERATION_DTYPE.itemsize, copy_calls.RECTANGLE_DTYPE.itemsize) == (112, 128)
-    assert copy_calls.order_at(int(attributes(DURING_API_CALL).getPtr())) == int(DURING_API_CALL)
+    assert space.read_word(int(attributes(DURING_API_CALL).getPtr())) == int(DURING_API_CALL)
 
 
 def test_stream_memory_operations_are_announced_as_a_hopper_gpu_announces_them(program: Program) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvoffload.commands.pool import tenant
 from kvoffload.terminal.console import WIDTH
+from kvoffload.terminal.options import not_negative, positive
 
 SIMULATED = ("--backend", "simulated")
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
@@ -22,6 +26,7 @@ GPU: dict[str, Any] = {  # what describes a device, as a GPU has it
     "profile": "measured on 2026-11-20 on NVIDIA H200, driver 13.0, PCIe generation 5 x16, bindings 13.3",
     "not_run": {"CuPy": "cupy is not installed: pip install 'kvoffload[cupy]'"},
 }
+_NO_WHOLE_NUMBERS = (None, Path, float, positive, not_negative, tenant)  # types of options
 _CONTINUED = r"\n(?! )|\n(?=  (?:ok|warn|fail) )"  # a line that begins with a space continues the one before it
 
 
@@ -71,9 +76,13 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def check_options(parser: argparse.ArgumentParser) -> None:
-    """Every option is in the help of its command."""
+    """Every option is in the help of its command; those that take whole numbers refuse ones that are out of bounds."""
     shown = parser.format_help()
     for action in parser._actions:
         names = action.option_strings or [str(action.metavar)]
         if names != ["-h", "--help"]:
             assert re.search(rf"(?<![\w-]){re.escape(names[-1])}(?![\w-])", shown), names
+        kind: Any = action.type
+        for number in () if kind in _NO_WHOLE_NUMBERS else ("9" * 26, "-1"):
+            with pytest.raises(argparse.ArgumentTypeError):
+                kind(number)

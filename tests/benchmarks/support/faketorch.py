@@ -82,7 +82,6 @@ class FakeWorker:
         self._host = [tensor(np.zeros((num_cpu_chunks, size), np.int8)) for _, size in kv_caches.tensors]
         self._store_handler = SimpleNamespace(dst_tensors=self._host)
         self._ended: list[Any] = []
-        self.closed = False
 
     def submit_store(self, job_id: int, device: Any, host: Any) -> None:
         self._copy(job_id, self._device, device[0], self._host, host)
@@ -99,8 +98,7 @@ class FakeWorker:
         ended, self._ended = self._ended, []
         return ended
 
-    def shutdown(self) -> None:
-        self.closed = True
+    def shutdown(self) -> None: ...
 
 
 class FakeBackend:
