@@ -32,7 +32,7 @@ def pieces_of_one_block(monkeypatch: pytest.MonkeyPatch, places: int | None, blo
         monkeypatch.setattr(copier_set, "ring_bytes", lambda *_: places * (256 - block_bytes // -256 * 256))
 
 
-def carry_by_group(monkeypatch: pytest.MonkeyPatch, *copiers: str) -> None:
+def carry_by_group(monkeypatch: pytest.MonkeyPatch, *copiers: CopierName) -> None:
     """From now on each group is carried by the copier at its place here, unless the caller names one."""
     select = copier_set.CopierSet.select
 

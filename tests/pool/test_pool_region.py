@@ -44,11 +44,11 @@ class Joined:
     def reserve(self, *numbers: int) -> list[int]:
         member_calls.reserve(self.region, self.asks(*numbers))
         record = self.holdings.reservations.get(self.asked)
-        return [] if record is None else record.indices
+        return [] if record is None else list(record.indices)
 
     def take(self, *numbers: int) -> list[int]:
         member_calls.take(self.region, self.asks(*numbers))
-        return self.holdings.leases[self.asked].indices
+        return list(self.holdings.leases[self.asked].indices)
 
     def end(self, number: int, *, well: bool = True) -> None:
         member_calls.end(self.region, Message(self.holdings, 0, ENDING.pack(number, well)))

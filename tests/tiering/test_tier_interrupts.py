@@ -35,11 +35,16 @@ def fetch(bench: Bench) -> FetchJob:
     return bench.cache.fetch(keys([0, 1]), [6, 7], after=NO_WAIT)
 
 
+def fetch_from_slots(bench: Bench, _: list[Any]) -> Callable[[], object]:
+    bench.store([0, 1])
+    return lambda: fetch(bench)
+
+
 CALLS: dict[str, Call] = {
     "promote": lambda bench, kept: lambda: kept.append(bench.cache.promote(keys([0, 1]))),
     "store": lambda bench, _: lambda: bench.cache.store(keys([20]), [0], after=NO_WAIT),
     "fetch": lambda bench, kept: lambda: kept.append(fetch(bench)),
-    "fetch from slots": lambda bench, _: (bench.store([0, 1]), lambda: fetch(bench))[1],
+    "fetch from slots": fetch_from_slots,
     "hits": lambda bench, _: lambda: fetch(bench).hits,
     "cancel a fetch": lambda bench, _: lambda: fetch(bench).cancel(),
     "keep": lambda bench, _: lambda: bench.cache.keep(keys([20]), [0], after=NO_WAIT),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
-from kvoffload.cache.policies import LRU, PolicyChoice
+from kvoffload.cache.policies import LRU, PolicyChoice, PolicyName
 from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
@@ -83,7 +83,7 @@ def test_a_disk_that_cannot_be_read_keeps_no_policy_object(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "s3fifo"])
-def test_a_restart_evicts_in_the_order_of_requests(tmp_path: Path, policy: str) -> None:
+def test_a_restart_evicts_in_the_order_of_requests(tmp_path: Path, policy: PolicyName) -> None:
     disk = opened(tmp_path / "a.kv", slots=6, policy=policy)
     put(disk, *KEYS[3:6])
     put(disk, *KEYS[:3])
