@@ -336,8 +336,7 @@ class Engine(Generic[_After, _Plan]):
             deliver(self._reports.notices)
 
     def poll(self) -> list[TransferResult]:
-        """Return the results of jobs that have ended, in the order in which the engine noticed. Does not wait for the
-        GPU.
+        """Return results of jobs that have ended, in the order in which the engine noticed. Does not wait for the GPU.
 
         Each job is reported once, failed ones with their `error`. A job is not reported once `wait()`, `result()` or an
         `await` of it has returned, or raised its error. The engine keeps the newest 65,536 results for the next call.

@@ -189,9 +189,8 @@ class Shard:
         self._grows = pinned < self.num_slots
 
     def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
-        """Return the record of a checked transfer, with id `number`, ready to be put in flight. Raises if CUDA does not
-        know a stream, or if the driver fails: nothing is in flight then, and the next call's repair takes the events
-        back.
+        """Return the record of a checked transfer, with id `number`, to be put in flight. Raises if CUDA does not know
+        a stream, or if the driver fails: nothing is in flight then; the next call's repair takes the events back.
         """
         request, in_flight = requests[0], self.parts.in_flight
         direction = request.direction
@@ -307,8 +306,7 @@ class Shard:
         )
 
     def _source_order(self, requests: Requests) -> SourceOrder:
-        """Return ANY if that is safe for a load. (Stores always use STREAM: else reads of blocks could overtake the
-        stream.)
+        """Return ANY if that is safe for a load. (Stores always use STREAM: else reads of blocks could overtake it.)
 
         Raises:
             ValueError: "any" is asked for while a store to one of the slots is unfinished.

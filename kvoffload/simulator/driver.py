@@ -309,8 +309,8 @@ class SimulatedDriver:
             try:
                 target = self.submission_stream(stream)
                 spans = [*reads, *writes]
-                regions = [region for address, _ in spans if (region := self.memory.at(address)) is not None]
-                self.submit(target, KernelOperation(regions, function, spans, self.memory))
+                regions = filter(None, [self.memory.at(address) for address, _ in spans])
+                self.submit(target, KernelOperation([*regions], function, spans, self.memory))
             except RefusedError as refused:
                 raise DriverError(refused.status) from None
             self.scheduler.drift()

@@ -297,10 +297,11 @@ def test_an_interrupt_anywhere_in_the_end_of_the_last_use_keeps_nothing_held_by_
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
     """The last point before it is stored."""
     with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
-        with thread_stands_still(one):
-            restart()
-            one.pool._next_try = 0.0
-            points = trace_points(lambda: [one.hits(1) for _ in range(3)])
+        for _ in range(2):  # the first time some points come that come once in a process
+            with thread_stands_still(one):
+                restart()
+                one.pool._next_try = 0.0
+                points = trace_points(lambda: [one.hits(1) for _ in range(3)])
         number = next(place for place, point in enumerate(points, 1) if point.what == "SharedPool._take_join")
         with thread_stands_still(one):
             restart()

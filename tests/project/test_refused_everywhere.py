@@ -211,7 +211,6 @@ def test_a_tier_waits_for_seconds_alone() -> None:
 NO_FLAGS: list[Any] = [0, 1, None, "no", "", np.True_, np.array([False])]
 FLAGS = arguments(lambda each: each.annotation == "bool")
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
-    "SharedPool.tell keep",
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
     "TierCapabilities pins_pool",
     *("ValkeyTier cluster", "Prefix declines"),
