@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 from haunting import summary
 
 Result = tuple[Counter[str], list[str]]
+HANGS = re.compile(r"^\S.*\b(hangs?|does not (end|close))\b", re.MULTILINE)  # a traceback's lines begin with spaces
 OPERATIONS = ("operations", "calls", "steps", "put")  # as the programs call them
 
 
@@ -53,7 +55,7 @@ def go_on_for(minutes: float, name: str, runs: Sequence[Callable[[int], Result]]
         counts.update(found)
         wrong += new
     report(name, counts, wrong)
-    hangs = sum("hang" in each or "does not" in each for each in wrong)
+    hangs = sum(HANGS.search(each) is not None for each in wrong)
     counts["operations"] = sum(counts[each] for each in OPERATIONS)
     print(summary(name, first, counts, wrong=len(wrong) - hangs, hangs=hangs), flush=True)
     return int(bool(wrong))
