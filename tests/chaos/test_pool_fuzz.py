@@ -6,7 +6,8 @@ from collections import Counter
 
 import exhaust_pool
 import pytest
-from fuzz_pool import ROUNDS
+from exhausting import go_on_for
+from fuzz_pool import ROUNDS, Engine, Round, Step, command
 
 HITS = ("loaded", "loaded behind", "fetched", "leased")
 
@@ -32,6 +33,55 @@ def test_keys_on_a_disk_that_outlives_its_owners_are_those_that_nobody_has_remov
     assert ROUNDS[9] == ("disk", False)
     counts = checked(1, seed % 100_000 * len(ROUNDS) + 9, steps=60, seconds=30.0)
     assert not counts or sum(counts[what] for what in HITS) > 5
+
+
+def put(made: Round, engine: Engine) -> Step:
+    yield from made.reserve(engine)
+    ((number, written),) = engine.reserved.items()
+    made.judge.begun(*written)
+    yield command("commit", number, copy=written)
+    made.judge.commit((engine.number, "reservation", number))
+    engine.reserved.clear()
+
+
+@pytest.mark.parametrize("policy", ["lru", "prefix"])
+def test_models_allow_what_leases_hold_without_an_owner(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what another engine has removed; until the same engine removes keys."""
+    made = Round(seed, policy, together=False, engines=2)
+    monkeypatch.setattr(made, "some", lambda: [0])
+    one, two = made.engines
+    try:
+        for each, step in (
+            (one, put(made, one)),
+            (one, made.lease(one, [0])),
+            (two, made.remove(two)),
+            (two, put(made, two)),
+        ):
+            made.do(each, step)
+        made.owner.kill()
+        made.judge.lose_owner()
+        for each in (one, two):
+            made.do(each, made.one(command("lost")))
+            made.do(each, made.lease(each, [0]))
+            made.do(each, made.load(each, [0]))
+        assert (len(one.leased), len(two.leased)) == (2, 0)
+        made.do(one, made.remove(one))
+        made.do(one, made.lease(one, [0]))
+        assert len(one.leased) == 2
+    finally:
+        made.close()
+
+
+def test_a_summary_counts_as_hangs_what_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the functions of a traceback are called."""
+    wrong = (
+        'Traceback (most recent call last):\n  File "fuzz.py", in exchange_owner\n    hang()\nAssertionError: changed'
+    )
+    found = [wrong, wrong, "lane of seed 7 does not end", f"{wrong}: engine 3 hangs", "does not agree"]
+    assert go_on_for(1.0, "pools", [lambda _: (Counter(), found)], 1) == 1
+    assert capsys.readouterr().out.endswith("pools: seed 1, 0 operations, 0 interrupts, 0 kills, 3 wrong, 2 hangs\n")
 
 
 @pytest.mark.long

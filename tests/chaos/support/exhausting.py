@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 from haunting import summary
 
 Result = tuple[Counter[str], list[str]]
+HANGS = re.compile(r"^\S.*\b(hangs?|does not (end|close))\b", re.MULTILINE)  # a traceback's lines begin with spaces
 OPERATIONS = ("operations", "calls", "steps", "put")  # as the programs call them
 HERE = Path(__file__).resolve().parent
 HELPERS = (HERE.parents[2], HERE, HERE.parents[1] / "pool", HERE.parents[1] / "support")
@@ -134,7 +136,7 @@ def go_on_for(minutes: float, name: str, runs: Sequence[Callable[[int], Result]]
         counts.update(found)
         wrong += new
     report(name, counts, wrong)
-    hangs = sum("hang" in each or "does not" in each for each in wrong)
+    hangs = sum(HANGS.search(each) is not None for each in wrong)
     counts["operations"] = sum(counts[each] for each in OPERATIONS)
     print(summary(name, first, counts, wrong=len(wrong) - hangs, hangs=hangs), flush=True)
     return int(bool(wrong))

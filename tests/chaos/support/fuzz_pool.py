@@ -206,6 +206,7 @@ class Round:
                 self.kill_working(self.rng.choice(self.engines))
             elif left and owner_comes < 0 and self.rng.random() < 0.005:
                 self.owner.kill()
+                self.judge.lose_owner()
                 owner_comes = max(0, left - self.rng.choice((0, 0, 5, 20)))
         if owner_comes >= 0:
             self.owner = self.new_owner()
@@ -291,11 +292,7 @@ class Round:
         else:
             self.owner.kill()
         self.judge.lose_owner()
-        for each in self.engines:
-            self.do(each, self.one(command("lost")))
-        for _ in range(self.rng.choice((0, 0, 4))):
-            each = self.rng.choice(self.engines)
-            self.do(each, self.choose(each))
+        self.go_on_without_owner()
         dead = [each for each in self.engines if self.rng.random() < 0.1][:1]
         for each in dead:
             each.worker.kill()
@@ -306,6 +303,7 @@ class Round:
         for each in self.engines:
             if each not in dead:
                 self.do(each, self.one(command("joined")))
+                self.judge.join(each.number, sent=each.sent)
         for each in dead:
             self.do(each, self.start(each))
         order = self.rng.sample(range(UNIVERSE), UNIVERSE)
@@ -315,6 +313,26 @@ class Round:
             for numbers in list(each.leased.values())[:1] if not each.loads else ():
                 self.do(each, self.fetch(each, numbers))
         self.counts["owners"] += 1
+
+    def go_on_without_owner(self) -> None:
+        for each in self.engines:
+            self.do(each, self.one(command("lost")))
+        for _ in range(self.rng.choice((0, 0, 4))):
+            each = self.rng.choice(self.engines)
+            self.do(each, self.choose(each))
+        for each in self.engines:
+            self.do(each, self.read_again(each))
+
+    def read_again(self, engine: Engine) -> Step:
+        """What a lease holds it can load and lease: in any order, and also a part of it, but nothing else with that."""
+        for numbers in [each for each in engine.leased.values() if each and self.rng.random() < 0.5]:
+            some = self.rng.sample(numbers, self.rng.randint(1, len(numbers)))
+            if self.rng.random() < 0.1 and (other := (some[0] + 1) % UNIVERSE) not in some:
+                some.append(other)
+            if self.rng.random() < 0.3:
+                yield from self.lease(engine, some)
+            elif not engine.loads:
+                yield from self.load(engine, some)
 
     def one(self, told: Command) -> Step:
         yield told
@@ -442,11 +460,11 @@ class Round:
         else:
             self.judge.release((engine.number, what, number), None)
 
-    def load(self, engine: Engine) -> Step:
-        numbers, request = self.some(), self.request_of(engine)
+    def load(self, engine: Engine, given: list[int] | None = None) -> Step:
+        numbers, request = given or self.some(), self.request_of(engine)
         found = yield command("look_up", numbers)
         self.judge.look_up(numbers, found, sent=engine.sent)
-        if self.rng.random() < 0.9:
+        if not given and self.rng.random() < 0.9:
             numbers = numbers[:found]
         versions = yield command("load", numbers, request=request)
         opened = None if request is None else (engine.number, "request", request)
@@ -499,9 +517,9 @@ class Round:
             else:
                 self.judge.abort((engine.number, "reservation", number))
 
-    def lease(self, engine: Engine) -> Step:
-        numbers = self.some()
-        if self.rng.random() < 0.8:
+    def lease(self, engine: Engine, given: list[int] | None = None) -> Step:
+        numbers = given or self.some()
+        if not given and self.rng.random() < 0.8:
             found = yield command("look_up", numbers)
             self.judge.look_up(numbers, found, sent=engine.sent)
             numbers = numbers[:found]
@@ -523,6 +541,7 @@ class Round:
             yield command("drop", number)
         if dropped and engine.waits:
             engine.dropped.append(("lease", number))
+            self.judge.drop((engine.number, "lease", number))
         else:
             self.judge.release((engine.number, "lease", number), versions)
 
@@ -563,7 +582,7 @@ class Round:
         clear = self.rng.random() < 0.1
         numbers = list(range(UNIVERSE)) if clear else self.some()[:2]
         answer = yield command("remove", None if clear else numbers)
-        self.judge.remove(numbers, answer["count"], heard=answer["heard"], sent=engine.sent)
+        self.judge.remove(engine.number, numbers, answer["count"], heard=answer["heard"], sent=engine.sent)
 
     def see(self, engine: Engine) -> Step:
         answer = yield command("look", UNIVERSE)

@@ -23,10 +23,15 @@ class Judge:
     """Both have these calls, after the engine has answered; `sent`: when it was asked. They raise AssertionError.
 
     An engine is a number. What orders keys, and what only happens to the owner, `Ledger` need not know.
+
+    Attributes:
+        shared: leases, and loads that go on: while an engine has no owner, its calls read what one of these holds,
+            if that has all their keys.
     """
 
     def __init__(self) -> None:
         self.now = 0
+        self.shared = set[Handle]()
         self.counts = Counter[str]()
         self.latest = Counter[int]()
 
@@ -57,6 +62,17 @@ class Judge:
     def lose_owner(self) -> None: ...
 
     def have_owner(self) -> None: ...
+
+    def join(self, engine: int, *, sent: int) -> None:
+        """An owner has answered what this engine has asked."""
+
+    def drop(self, handle: Handle) -> None:
+        """It is garbage, and holds its entries until transfers have ended."""
+        self.shared.discard(handle)
+
+    def forget(self, engine: int) -> None:
+        """The engine has removed keys, or has ended."""
+        self.shared = {handle for handle in self.shared if handle[0] != engine}
 
 
 @dataclass(eq=False)
@@ -148,6 +164,32 @@ class Exact(Judge):
 
     def fills(self, engine: int | None, entry: Entry) -> bool:
         return any(isinstance(each, Held) and each.stored and each.engine == engine for each in entry.holders)
+
+    def readable(
+        self, engine: int, numbers: Sequence[int], *, pending: bool = False
+    ) -> dict[tuple[int, ...], list[Entry]]:
+        """What a call of the engine's that wants all these keys may read, by versions. None: it is refused."""
+        choices: list[list[Entry]] = []
+        if self.leading(numbers, engine if pending else None) == len(numbers):
+            choices = [[self.of[number] for number in numbers]]
+        elif not self.served:
+            for held in [self.held[handle] for handle in self.shared if handle[0] == engine]:
+                entry_of = {entry.number: entry for entry in held.entries}
+                if entry_of.keys() >= set(numbers):
+                    choices.append([entry_of[number] for number in numbers])
+        return {tuple(entry.version for entry in entries): entries for entries in choices}
+
+    def found(
+        self, engine: int, numbers: Sequence[int], versions: Sequence[int] | None, what: str, *, pending: bool = False
+    ) -> list[Entry] | None:
+        """The entries that a call of the engine's has read, which wants all these keys; None: it was refused."""
+        readable = self.readable(engine, numbers, pending=pending)
+        if not readable:
+            assert versions is None, f"{what} of {list(numbers)} was not refused"
+            return None
+        read = None if versions is None else tuple(versions)
+        assert read in readable, f"{what} of {list(numbers)} has versions {versions}, not {list(readable)}"
+        return readable[read]
 
     def leave_place(self, numbers: Numbers) -> None:
         for place in self.places:
@@ -267,14 +309,11 @@ class Exact(Judge):
         there are as many versions. None: refused, since a key is no hit.
         """
         del sent
-        hits = self.leading(numbers, engine if pending else None)
-        if whole and hits < len(numbers):
-            assert versions is None, f"{what}: of {list(numbers)} only {hits} are hits, and it was not refused"
-            return
-        expected = [self.of[number].version for number in numbers[:hits]]
-        assert versions == expected, f"{what} of {list(numbers)} found versions {versions}, not {expected}"
-        self.counts[what] += hits
-        self.use(numbers[:hits], request)
+        if not whole:
+            numbers = numbers[: self.leading(numbers)]
+        if self.found(engine, numbers, versions, what, pending=pending) is not None:
+            self.counts[what] += len(numbers)
+            self.use(numbers, request)
 
     def use(self, numbers: Numbers, request: Handle | None) -> None:
         at_owner = self.known(request)
@@ -288,14 +327,16 @@ class Exact(Judge):
     def lease(self, handle: Handle, numbers: Numbers, versions: Versions, *, sent: int, pending: bool = False) -> None:
         """As `load` of all, but they are held until `release`. `pending`: it is a load that goes on until then."""
         del sent
-        if self.leading(numbers, handle[0] if pending else None) < len(numbers):
-            assert versions is None, f"a lease of {list(numbers)} was not refused"
-            return
-        entries = [self.of[number] for number in numbers]
-        if not pending:
-            expected = [entry.version for entry in entries]
-            assert versions == expected, f"a lease of {list(numbers)} has versions {versions}, not {expected}"
-        held = self.held[handle] = Held(handle[0], entries, reading=True)
+        if pending:
+            entries = next(iter(self.readable(handle[0], numbers, pending=True).values()))
+        else:
+            found = self.found(handle[0], numbers, versions, "a lease")
+            if found is None:
+                return
+            entries = found
+        held = self.held[handle] = Held(handle[0], entries, reading=True, old=not self.served)
+        if all(entry.ready for entry in entries):  # else it follows a store of its engine's
+            self.shared.add(handle)
         for entry in entries:
             entry.holders.add(held)
         if pending:
@@ -303,6 +344,7 @@ class Exact(Judge):
 
     def release(self, handle: Handle, versions: Versions) -> None:
         held = self.held.pop(handle)
+        self.shared.discard(handle)
         expected = [entry.version for entry in held.entries]
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
         self.counts["leased"] += len(expected)
@@ -321,9 +363,10 @@ class Exact(Judge):
         if self.served:
             self.renew([number for number in numbers if number in self.of], None)
 
-    def remove(self, numbers: Numbers, count: int, *, sent: int, heard: bool) -> None:
+    def remove(self, engine: int, numbers: Sequence[int], count: int, *, sent: int, heard: bool) -> None:
         """`heard`: an owner has answered."""
         del sent
+        self.forget(engine)
         assert heard == self.served
         there = [number for number in numbers if number in self.of] if self.served else []
         assert count == len(there), f"{count} keys of {list(numbers)} were removed, not {len(there)}"
@@ -358,6 +401,7 @@ class Exact(Judge):
 
     def leave(self, engine: int) -> None:
         """The engine has ended, and the owner has seen it."""
+        self.forget(engine)
         for handle in [handle for handle, held in self.held.items() if held.engine == engine]:
             if self.held[handle].reading:
                 self.end(self.held.pop(handle))
@@ -397,6 +441,8 @@ class Ledger(Judge):
     2. The same for the store of another version, that was accepted: then the key was missing.
     3. Its reservation was aborted, or has not been committed yet.
 
+    An engine whose owner has ended may also find versions that one of its leases holds.
+
     Args:
         same: versions of a key are the same until it is removed, as a tier keeps the first one: 1. is all there is.
     """
@@ -409,6 +455,8 @@ class Ledger(Judge):
         self.gone: dict[tuple[int, int], int] = {}  # when that was known
         self.held: dict[Handle, list[tuple[int, int]]] = {}
         self.loading: dict[Handle, tuple[Sequence[int], int]] = {}
+        self.lost = -1  # when the latest owner was
+        self.answered = Counter[int]()  # by engine: when it sent the latest question that an owner has answered
 
     def version(self, number: int) -> int:
         return self.latest[number] if self.same else super().version(number)
@@ -422,6 +470,23 @@ class Ledger(Judge):
         assert gone is None or gone > sent, (
             f"{what}: key {number} has bytes of version {version}, which was gone at {gone}, before {sent}"
         )
+
+    def check_all(self, engine: int, numbers: Sequence[int], versions: Sequence[int], what: str, sent: int) -> None:
+        """What a call of the engine's has read."""
+        found = list(zip(numbers, versions, strict=False))
+        if self.answered[engine] <= self.lost and any(
+            self.holds(handle, found) for handle in self.shared if handle[0] == engine
+        ):
+            return
+        for number, version in found:
+            self.check(number, version, what, sent)
+
+    def holds(self, handle: Handle, found: Sequence[tuple[int, int]]) -> bool:
+        """Whether a lease, or a load that goes on, may have all these keys and versions."""
+        if handle not in self.loading:
+            return set(found) <= set(self.held[handle])
+        numbers, sent = self.loading[handle]
+        return all(each[0] in numbers and each in self.born and self.gone.get(each, sent + 1) > sent for each in found)
 
     def lose(self, number: int, before: int) -> None:
         """Versions accepted before this are gone from now on."""
@@ -443,6 +508,8 @@ class Ledger(Judge):
         del request
         version_of = dict(zip(numbers, versions, strict=True))
         assert set(accepted) <= set(numbers)
+        if accepted:
+            self.join(handle[0], sent=sent)
         for number in accepted:
             if not self.same:
                 self.lose(number, sent)
@@ -476,22 +543,23 @@ class Ledger(Judge):
         whole: bool = True,
         pending: bool = False,
     ) -> None:
-        del engine, request, pending
+        del request, pending
         if versions is not None:
             assert not whole or len(versions) == len(numbers)
-            for number, version in zip(numbers, versions, strict=False):
-                self.check(number, version, what, sent)
+            self.check_all(engine, numbers, versions, what, sent)
             self.counts[what] += len(versions)
 
     def lease(self, handle: Handle, numbers: Numbers, versions: Versions, *, sent: int, pending: bool = False) -> None:
         if pending:
             self.loading[handle] = numbers, sent
         elif versions is not None:
+            self.check_all(handle[0], numbers, versions, "lease", sent)
             self.held[handle] = list(zip(numbers, versions, strict=True))
-            for number, version in self.held[handle]:
-                self.check(number, version, "lease", sent)
+        if pending or versions is not None:
+            self.shared.add(handle)
 
-    def release(self, handle: Handle, versions: Versions) -> None:
+    def release(self, handle: Handle, versions: Sequence[int] | None) -> None:
+        self.shared.discard(handle)
         if handle in self.loading:
             numbers, sent = self.loading.pop(handle)
             self.load(0, numbers, versions, "loaded behind", sent=sent)
@@ -500,9 +568,17 @@ class Ledger(Judge):
         assert versions is None or versions == expected, f"{handle} read versions {versions}, not {expected}"
         self.counts["leased"] += len(expected)
 
-    def remove(self, numbers: Numbers, count: int, *, sent: int, heard: bool) -> None:
+    def open_request(self, handle: Handle) -> None: ...
+
+    def end_request(self, handle: Handle) -> None: ...
+
+    def touch(self, numbers: Sequence[int]) -> None: ...
+
+    def remove(self, engine: int, numbers: Sequence[int], count: int, *, sent: int, heard: bool) -> None:
         del count
+        self.forget(engine)
         if heard:
+            self.join(engine, sent=sent)
             for number in numbers:
                 self.lose(number, sent)
                 self.latest[number] += self.same
@@ -513,5 +589,16 @@ class Ledger(Judge):
         assert statistics["resident"] + statistics["pending"] <= self.capacity, statistics
 
     def leave(self, engine: int) -> None:
+        self.forget(engine)
         self.held = {handle: held for handle, held in self.held.items() if handle[0] != engine}
         self.loading = {handle: load for handle, load in self.loading.items() if handle[0] != engine}
+
+    uncertain = False
+
+    def lose_owner(self) -> None:
+        self.lost = self.now
+
+    def have_owner(self) -> None: ...
+
+    def join(self, engine: int, *, sent: int) -> None:
+        self.answered[engine] = sent
