@@ -598,7 +598,5 @@ class Ledger(Judge):
     def lose_owner(self) -> None:
         self.lost = self.now
 
-    def have_owner(self) -> None: ...
-
     def join(self, engine: int, *, sent: int) -> None:
         self.answered[engine] = sent
