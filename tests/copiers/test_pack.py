@@ -146,8 +146,8 @@ def test_groups_of_one_transfer_by_different_copiers(monkeypatch: pytest.MonkeyP
     """Contiguous copies, which pieces use as well, and strided ones behind the pieces."""
     pieces_of_one_block(monkeypatch, 3, 3 * 64)
     poison_places(monkeypatch)
-    methods = (first, "pack", "batch")
     methods: tuple[CopierName, ...] = (first, "pack", "batch")
+    carry_by_group(monkeypatch, *methods)
     with simulated(5) as device, groups_of(device) as engine:
         out = [GroupTransfer(group, range(4), range(8 * group, 8 * group + 4)) for group in range(3)]
         back = [GroupTransfer(group, range(8, 12), range(8 * group, 8 * group + 4)) for group in range(3)]
