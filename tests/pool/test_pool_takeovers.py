@@ -295,21 +295,28 @@ def test_an_interrupt_anywhere_in_the_end_of_the_last_use_keeps_nothing_held_by_
 
 
 def test_an_answer_to_join_that_an_interrupt_has_lost_is_asked_for_again(tmp_path: Path) -> None:
-    """The last point before it is stored."""
-    with member_of_many_owners(str(tmp_path / "pool")) as (one, restart):
-        for _ in range(2):  # the first time some points come that come once in a process
+    """The last point before it is stored. Some points come once in a process, on some Pythons: its neighbours, too."""
+    found = set[str]()
+
+    def calls(one: Member) -> list[int]:
+        return [one.hits(1) for _ in range(3)]
+
+    for place in (0, -1, 1, -2, 2, -3, 3):
+        with member_of_many_owners(str(tmp_path / f"pool{place}")) as (one, restart):
+            for _ in range(2):
+                with thread_stands_still(one):
+                    restart()
+                    one.pool._next_try = 0.0
+                    points = [point.what for point in trace_points(lambda: calls(one))]
             with thread_stands_still(one):
                 restart()
                 one.pool._next_try = 0.0
-                points = trace_points(lambda: [one.hits(1) for _ in range(3)])
-        number = next(place for place, point in enumerate(points, 1) if point.what == "SharedPool._take_join")
-        with thread_stands_still(one):
-            restart()
-            one.pool._next_try = 0.0
-            outcome = interrupt_at(number, lambda: [one.hits(1) for _ in range(3)])
-        assert outcome.point is not None
-        assert outcome.point.what == "SharedPool._take_join"
-        taken_over(one, 1)
+                outcome = interrupt_at(points.index("SharedPool._take_join") + 1 + place, lambda: calls(one))
+            found.add("" if outcome.point is None else outcome.point.what)
+            taken_over(one, 1)
+        if "SharedPool._take_join" in found:
+            return
+    pytest.fail(f"only {found} was interrupted")
 
 
 @pytest.mark.long
