@@ -389,7 +389,7 @@ class ThreadedTier(Tier):
         If that raises, too, or is not asked, the answer is `unknown`. `failed` is called with each error.
         """
         try:
-            return list(self.have_records(keys))
+            return [found for _, found in zip(keys, self.have_records(keys), strict=True)]
         except Exception as error:  # noqa: BLE001  # a failing medium, or one that is being closed
             failed(error)
             if not alone:

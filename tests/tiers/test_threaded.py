@@ -333,6 +333,17 @@ def test_contains_raises_nothing() -> None:
         assert tier.exists([b"a", b"b"]).wait(SECONDS) == [FAILED, DONE]
 
 
+def test_a_wrong_number_of_answers_says_nothing_of_any_key() -> None:
+    class Forgetful(DictTier):
+        def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            return [True] * (len(keys) - 1)
+
+    tier = Forgetful()
+    with attached(tier):
+        assert tier.contains([b"a", b"b", b"c"]) == [False] * 3
+        assert tier.exists([b"a", b"b"]).wait(SECONDS) == [FAILED, FAILED]
+
+
 def test_a_pool_may_be_given_again_if_start_has_failed() -> None:
     class Refuses(DictTier):
         refuse = True
