@@ -36,7 +36,7 @@ class FollowsTransfers(Protocol):
 
 
 def follows_transfers(stream: CacheStreams | FollowsTransfers) -> TypeIs[FollowsTransfers]:
-    """Whether it stands for streams. (`isinstance` with a Protocol takes 50 us in Python 3.11.)"""
+    """Whether it stands for streams. (Python 3.11 takes 8 to 17 us for `isinstance` with a Protocol, 0.1 for this.)"""
     return hasattr(stream, "_follow_transfers")
 
 

@@ -1,4 +1,4 @@
-"""Records: an index's calls in terms of records, for handles, tiers, and hosts without handles.
+"""RecordCalls: an index's calls in terms of records, for handles, tiers, and hosts without handles.
 
 A call (`guarded`) takes the lock, brings the state up to date, and reports events at the end.
 """

@@ -82,7 +82,7 @@ class RegisteredMemory:
         driver has unregistered it, and unregistering it twice is no error.
         """
         try:
-            for _ in self._registered.copy():
+            for _ in iter(self._registered.__len__, 0):  # 3.13 leaves the back edge of a `while` out of this `try`
                 for attempt in range(2):  # safe to repeat, unlike a free
                     try:
                         self._driver.host_unregister(self._registered[-1])

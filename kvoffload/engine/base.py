@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 
 
 class SlotGuard(Protocol):
-    """The owner of an engine's slots, such as a BlockCache."""
+    """What guards an engine's slots, such as a BlockCache."""
 
     @property
     def busy(self) -> bool:
@@ -283,9 +283,9 @@ class Engine(Generic[_After, _Plan]):
     def submit_locked(
         self, direction: Direction, blocks: Int64Array, slots: Int64Array, *, group: int, after: Any, parts: Any = None
     ) -> Job:
-        """Submit as `submit` does, for the owner of the slots, see `guard_slots`, which calls it with the lock held.
+        """Submit as `submit` does, for the guard of the slots, see `guard_slots`, which calls it with the lock held.
 
-        Nothing asks the owner whether a store may write its slots, and neither blocks nor slots are copied.
+        Nothing asks the guard whether a store may write its slots, and neither blocks nor slots are copied.
 
         Args:
             blocks, slots: ids in range, `blocks_per_slot` blocks for each slot, in arrays that nothing changes later.
@@ -458,21 +458,21 @@ class Engine(Generic[_After, _Plan]):
                 in_flight.check_room(jobs)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """Make `guard` the owner of the slots. Each store but the owner's, see `submit_locked`, then calls
+        """Have `guard` guard the slots. Each store but its own, see `submit_locked`, then calls
         `guard.check_store(slots)`, which may refuse it.
 
         The engine keeps only a weak reference to it.
 
         Raises:
-            CapacityError: the slots have another owner, and it is `busy`; or that owner is garbage, and transfers are
+            CapacityError: the slots have another guard, and it is `busy`; or that one is garbage, and transfers are
                 in flight that may be its own.
         """
         self.check_process()
         refuse_nested(self.lock, "guard_slots")
         with self.lock:
             if self._slot_guard is not None:
-                owner = self._slot_guard()
-                if self.in_flight if owner is None else owner.busy:
+                last = self._slot_guard()
+                if self.in_flight if last is None else last.busy:
                     raise CapacityError(
                         "the engine's slots belong to another BlockCache: delete that one first, end its reservations, "
                         "leases and transfers, or make a second engine"

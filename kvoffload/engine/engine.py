@@ -140,7 +140,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         return self._submit((request,), locked=True)
 
     def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
-        """Submit a transfer in its five steps. `locked`: the owner of the slots calls it with the lock held."""
+        """Submit a transfer in its five steps. `locked`: the guard of the slots calls it with the lock held."""
         if in_call(self.lock) and not locked:
             raise_nested("a submission")
         request, shard = requests[0], self._shard

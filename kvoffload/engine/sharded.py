@@ -180,7 +180,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         return self._submit(requests, locked=True)
 
     def _submit(self, requests: list[Requests], *, locked: bool = False) -> Job:
-        """Submit a transfer in the steps that the head of this file lists. `locked`: the owner of the slots calls it
+        """Submit a transfer in the steps that the head of this file lists. `locked`: the guard of the slots calls it
         with the lock held.
         """
         if in_call(self.lock) and not locked:

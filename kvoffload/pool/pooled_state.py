@@ -202,8 +202,8 @@ class PooledState(CacheState):
         self.consistent = True
 
     def decline_unfit(self, record: Record, unfit: Collection[int]) -> None:
-        """Have the owner remove these keys with the end of the record; those that a load read behind their store, with
-        the end of the store.
+        """Have the owner remove these keys when the record ends. Keys that a load read behind their store go when the
+        store ends.
         """
         new = set(unfit).difference(self.unfit, *(source.indices for source in getattr(record, "sources", ())))
         if new and record in self.numbers:

@@ -322,8 +322,8 @@ class Region:
         self.records.settle_ended(None)
 
     def end_quarantine(self, number: int) -> None:
-        """Free what is kept for a member that has nothing in use any more which was granted before it joined: by the
-        last owner, or by this one.
+        """Free the entries kept for a member. It uses nothing any more that it got before it joined, from the last
+        owner or from this one.
         """
         alive = self.gone.pop(number, None)
         if alive is not None:

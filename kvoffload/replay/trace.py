@@ -51,7 +51,7 @@ class Trace(NamedTuple):
 
 
 def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
-    """Read the first `limit` requests (None: all), when they came, and of which session.
+    """Read the first `limit` requests (None: all), their times, and their sessions.
 
     Blank lines are skipped. An empty `hash_ids` is a request for nothing.
     """

@@ -72,7 +72,7 @@ class FoundFile(NamedTuple):
 
 
 def file_at(path: str | Path) -> str:
-    """Return the path of a file, with `~` expanded; for a folder that of the file `kvoffload` in it."""
+    """Return the path of a file, with `~` expanded. A folder stands for the file `kvoffload` in it."""
     expanded = os.path.expanduser(path)
     return os.path.join(expanded, "kvoffload") if os.path.isdir(expanded) or expanded.endswith("/") else expanded
 
