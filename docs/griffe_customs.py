@@ -19,8 +19,10 @@ from griffe import Extension
 _SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
 _NAME = re.compile(r"[\"'](\w+)[\"']")
 _SHOWN_BY = {  # the base classes that the reference does not show, and the classes that show what they have
-    "KeyCache": "kvoffload.BlockCache",
     "Engine": "kvoffload.OffloadEngine",
+    "KeyCache": "kvoffload.BlockCache",
+    "PromotedLoad": "kvoffload.cache.tiering.ChainedLoad",
+    "TwoQueues": "kvoffload.cache.policies.Policy",
     "Waitable": "kvoffload.Job",
 }
 _ENTRY = re.compile(r"    (\w+(?:, \w+)*):(?= |$)")
