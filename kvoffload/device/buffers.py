@@ -134,7 +134,7 @@ class DeviceBuffer:
         Raises:
             DriverError: the driver failed, for example because the context is lost. Call it again then.
         """
-        self.device.free(self._resource)
+        self._resource.free()
 
     def check(self) -> None:
         """Raise ClosedError if the memory has been freed."""

@@ -39,7 +39,7 @@ _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a 
 _FOR_ENGINES = frozenset(
     [
         *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
-        *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
+        *("engines", "engines_over", "foreign", "lifecycle", "owned", "reclaim", "register_engine"),
         *("refuse_nested", "wait_lifecycle"),
     ]
 )
@@ -377,17 +377,6 @@ class Device:
     def owned(self) -> int:
         """How many buffers, streams and engines of this device are not freed yet, dropped ones included."""
         return len(self._resources.registered)
-
-    def free(self, resource: Resource) -> None:
-        """Make the context current and free what `adopt` returned. Does nothing the second time, and in a forked child.
-
-        Raises:
-            DriverError: a call failed; call it again to free the rest.
-            RuntimeError: this thread is already freeing it.
-        """
-        if resource.alive and not self.foreign:
-            with self._resources.current():
-                resource.free()
 
     def reclaim(self) -> None:
         with self.current():

@@ -285,7 +285,7 @@ class Stream:
             return
         try:
             self.synchronize()
-            self.device.free(self._resource)
+            self._resource.free()
         except DriverError as error:
             if not error.sticky:
                 raise

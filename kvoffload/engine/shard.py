@@ -583,14 +583,13 @@ class Shard:
             with self.device.lifecycle:  # nothing is in flight, nothing new is taken; one thread at a time
                 self.closed = True
                 try:
-                    if self._resource.alive:
-                        with self.device.current():
-                            self._resource.free()
+                    self._resource.free()
                 except DriverError as error:
                     if not error.sticky:
                         raise
                     self.parts.tracker.mark_lost(error)
-                    self._resource.free()
+                    self.parts.release()  # which frees nothing now
+                    self._resource.drop()
         finally:
             self._closing.discard(token)
 
