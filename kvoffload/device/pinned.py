@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import numpy as np
 from kvoffload.driver import Driver, address_of, make_current
 from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, flag, shown
+from kvoffload.internal.checks import at_least, flag, index_or, shown
 from kvoffload.internal.nesting import new_lock, run_outside
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
@@ -381,11 +380,8 @@ class HostMemory:
 
 
 def _check_multiple(name: str, value: Any) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
+    number = index_or(value, 0)
+    if number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
         raise ValueError(
             f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page; the driver registers whole pages), "
             f"got {shown(value)}"

@@ -10,7 +10,6 @@ each to `QUEUE_LIMIT`, and has no room when they are full.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -19,6 +18,7 @@ from kvoffload.device.ownership import OpenDevice
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.internal.checks import index_or
 from kvoffload.internal.waiting import wait_until
 
 STREAMS_PER_LANE = 4  # for copies
@@ -159,11 +159,8 @@ def stream_handle(stream: Any, name: str) -> int:
         stream = found[1]
     elif type(stream).__name__ in ("CUstream", "cudaStream_t"):
         stream = int(stream)
-    try:
-        handle = operator.index(stream)
-    except TypeError:
-        handle = -1
-    if isinstance(stream, bool) or not 0 <= handle < 1 << 64:
+    handle = index_or(stream, -1)
+    if not 0 <= handle < 1 << 64:
         raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {given!r:.80}")
     return handle or LEGACY_STREAM
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations, pairwise
@@ -12,7 +11,7 @@ from typing import Literal, SupportsIndex, TypeAlias
 import numpy as np
 
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import index_or, shown
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.coding import CodecName, Coding, coding_of
 
@@ -30,12 +29,7 @@ def positive(name: str, value: SupportsIndex) -> int:
     Raises:
         LayoutError: it is no such integer; the message names the argument and the value.
     """
-    number = 0
-    if not isinstance(value, bool | np.bool_):
-        try:
-            number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
-        except (TypeError, ValueError):
-            pass
+    number = int(value) if type(value).__name__ == "CUdeviceptr" else index_or(value, 0)
     if not 1 <= number < INTEGER_LIMIT:
         raise LayoutError(f"{name} must be an integer of at least 1 and below 2**63, got {shown(value)}")
     return number
