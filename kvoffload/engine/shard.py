@@ -32,7 +32,7 @@ from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.request import FEW, ArgumentChecks, Request, Requests, refuse_repeated_targets, sources_of
 from kvoffload.engine.resources import EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
-from kvoffload.engine.wait_streams import After, Followed, Source
+from kvoffload.engine.wait_streams import After, Followed
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
@@ -367,14 +367,20 @@ class Shard:
 
     # streams and arrays that a transfer follows -------------------------------------------------------------------
 
-    def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Follow as `WaitStreams.follow` does. The context must be current. Without the lock: arrays run their code."""
+    def follow(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
+        """Follow as `WaitStreams.follow` does. Do not hold the lock if there are arrays, which run their code."""
+        if not arrays:
+            return Followed(sources)
         token = object()
         try:
-            with self.lock:
-                self.check_usable()
-                self._following.add(token)
-            return self.parts.wait_streams.follow(sources)
+            with self.device.current():
+                with self.lock:
+                    self.check_usable()
+                    self._following.add(token)
+                return self.parts.wait_streams.follow(sources)
+        except DriverError as error:
+            self.mark_lost(error)
+            raise
         finally:
             self._following.discard(token)
 
@@ -382,18 +388,7 @@ class Shard:
         """Resolve as `Engine.resolve` does. Asks arrays for their producers, so do not hold the lock."""
         sources = sources_of(after, self.layout)
         self.device.check_process()
-        return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
-
-    def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
-        """Follow as `follow` does, with the device's context made current if there are arrays."""
-        if not arrays:
-            return Followed(sources)
-        try:
-            with self.device.current():
-                return self.follow(sources)
-        except DriverError as error:
-            self.mark_lost(error)
-            raise
+        return self.follow(sources, not all(isinstance(source, int) for source in sources))
 
     # what has ended -----------------------------------------------------------------------------------------------
 

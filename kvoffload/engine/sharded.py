@@ -189,7 +189,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         self.check_process()
         self.check_usable()
         sources, arrays = [each[0].sources for each in requests], [each[0].arrays for each in requests]
-        followed = self._for_each(Shard.follow_here, sources, arrays)  # while referred to, reserved
+        followed = self._for_each(Shard.follow, sources, arrays)  # while referred to, reserved
         streams = [each.streams for each in followed]
         with self.lock:
             # 1. check, on every device
