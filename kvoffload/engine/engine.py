@@ -27,8 +27,8 @@ from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
 from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.request import Request, Requests
-from kvoffload.engine.resources import slots_in
-from kvoffload.engine.shard import EngineOptions, Prefer, Shard
+from kvoffload.engine.resources import EngineOptions, Prefer, slots_in
+from kvoffload.engine.shard import Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested

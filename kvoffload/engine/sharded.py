@@ -34,8 +34,8 @@ from kvoffload.engine.job import Job, ShardedTransfer
 from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.request import GroupTransfer, Request, Requests
-from kvoffload.engine.resources import slots_in
-from kvoffload.engine.shard import EngineOptions, Prefer, Shard
+from kvoffload.engine.resources import EngineOptions, Prefer, slots_in
+from kvoffload.engine.shard import Shard
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import shown
