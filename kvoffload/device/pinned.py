@@ -181,11 +181,8 @@ class PinnedMemory(RegisteredMemory):
             self._check_available(stop - start)
             touch(self.array[start:stop], self._numa_cpus, BESIDE_SERVING if self._grows else MOST_THREADS)
             try:
-                if context is None:
+                with contextlib.nullcontext() if context is None else make_current(self._driver, context):
                     self._register(self.address + start, stop - start)
-                else:
-                    with make_current(self._driver, context):
-                        self._register(self.address + start, stop - start)
             except DriverError as error:
                 raise CapacityError(self._explain(f"the driver said: {error}")) from error
             self.ready_bytes = stop
