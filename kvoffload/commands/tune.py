@@ -162,7 +162,8 @@ def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Itera
         shape = Shape(direction, blocks, copies, operations, copies, copies * block_bytes)
         question = Question(shape, available, profile, prefer)
         choice = choose(question)
-        second = next((each for each in rank(question) if each.copier != choice.copier), None)
+        seconds = {each.copier: each.seconds for each in rank(question)}
+        second = next((copier for copier in seconds if copier != choice.copier), None)
         yield {
             "direction": str(direction),
             "placement": placement,
@@ -170,9 +171,9 @@ def decisions(profile: Profile, available: frozenset[str], prefer: str) -> Itera
             "blocks": blocks,
             "planes": _PLANES,
             "method": choice.copier,
-            "gb_per_s": _rate(shape, choice.seconds),
-            "runner_up": None if second is None else second.copier,
-            "runner_up_gb_per_s": None if second is None else _rate(shape, second.seconds),
+            "gb_per_s": _rate(shape, seconds[choice.copier]),
+            "runner_up": second,
+            "runner_up_gb_per_s": None if second is None else _rate(shape, seconds[second]),
             "reason": choice.reason,
         }
 

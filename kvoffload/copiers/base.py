@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 from kvoffload.driver import SourceOrder
 from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan
 
-
-class Submit(Protocol):
-    """Records `start` on a stream, unless it is None, then queues the staged copies. Makes driver calls only.
-
-    Raises:
-        DriverError: the driver refused; the copies queued before that still run.
-    """
-
-    def __call__(self, stream: int, start: int | None, /) -> None: ...
+Submit: TypeAlias = Callable[[int], None]
+"""Queues the staged copies on a stream. Makes driver calls only. DriverError: the driver refused; the copies queued
+before that still run.
+"""
 
 
 class Copier(Protocol):
@@ -36,6 +32,7 @@ class Copier(Protocol):
     def stage(self, work: Any, order: SourceOrder) -> Submit:
         """Write the arguments of at most `segment_operations` operations.
 
-        This is a separate step so that only driver calls lie between a transfer's start event and its first copy.
+        This is a separate step so that only driver calls lie between a transfer's start event, which the caller
+        records, and its first copy.
         Staged work is valid until the copier stages other work.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvoffload.copiers.base import Submit
@@ -47,7 +49,6 @@ class BatchCopier:
         self._scratch: list[int] = []  # one address, or none
         self._preludes: StridedTable | None = None
         self._with_prelude = with_prelude
-        self._staged = 0, SourceOrder.STREAM, False
 
     def open(self) -> None:
         """Allocate the scratch buffers; without them there are no preludes."""
@@ -79,13 +80,9 @@ class BatchCopier:
             and self._preludes is not None
             and int(work.width[0] if len(work.width) == 1 else np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
         )
-        self._staged = count, order, prelude
-        return self._submit
+        return partial(self._submit, count, order, prelude)
 
-    def _submit(self, stream: int, start: int | None) -> None:
-        count, order, prelude = self._staged
-        if start is not None:
-            self._driver.event_record(start, stream)
+    def _submit(self, count: int, order: SourceOrder, prelude: bool, stream: int) -> None:
         if prelude:
             assert self._preludes is not None
             self._driver.copy_strided(self._preludes, min(count, _FIRST_CHUNK) - 1, stream)

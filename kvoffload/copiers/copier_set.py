@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload import kernels
 from kvoffload.copiers.base import Copier
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
-from kvoffload.copiers.observed import Comparison, Way
+from kvoffload.copiers.observed import Comparison
 from kvoffload.copiers.pack import (
     STAGING_BYTES,
     BlocksInParts,
@@ -22,7 +22,7 @@ from kvoffload.copiers.pack import (
     why_not_packed,
 )
 from kvoffload.copiers.pack_kernels import PackKernels
-from kvoffload.copiers.selection import Question, choose, two_ways
+from kvoffload.copiers.selection import Question, Selection, choose, two_ways
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Capabilities, Driver
@@ -99,18 +99,6 @@ def shares_together(shares: Sequence[Share]) -> tuple[Share, ...]:
             same = [(joined(works), copiers[0], sum(sizes), sum(nbytes))]
         found += same
     return tuple(found)
-
-
-class Selection(NamedTuple):
-    """A copier, and why it is selected.
-
-    Attributes:
-        between: what decides, if it is not the profile alone: a comparison by the last transfers, and its ways.
-    """
-
-    copier: CopierName
-    reason: str
-    between: tuple[Comparison, tuple[Way, Way]] | None = None
 
 
 _MOST_SELECTIONS = 4096  # remembered; then all are forgotten
@@ -274,13 +262,13 @@ class CopierSet:
         if parts > 1 and not can_pack(plan.group.parts):
             offered -= {"pack"}
         question = Question(shape, offered, self._profile, self._prefer, parts, opposite)
-        copier, reason, _ = choose(question)
+        selected = choose(question)
         ways = two_ways(question, queued) if "pack" in offered else None
         if ways is None:
-            return Selection(copier, reason)
+            return selected
         size = shape.nbytes.bit_length(), parts.bit_length()
         kind = shape.direction is STORE, opposite, *size, ways[1].copier
-        return Selection(copier, reason, (self._comparisons.setdefault(kind, Comparison(ways)), ways))
+        return selected._replace(between=(self._comparisons.setdefault(kind, Comparison(ways)), ways))
 
     def share(self, copier: CopierName, plan: BlockPlan) -> Share:
         if copier != "pack":

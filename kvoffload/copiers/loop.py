@@ -31,9 +31,7 @@ class LoopCopier:
         copies = list(zip(work.target.tolist(), work.source.tolist(), width.tolist(), strict=True))
         return partial(self._submit, copies)
 
-    def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None) -> None:
+    def _submit(self, copies: list[tuple[int, int, int]], stream: int) -> None:
         copy = self._driver.copy
-        if start is not None:
-            self._driver.event_record(start, stream)
         for target, source, nbytes in copies:
             copy(target, source, nbytes, stream)

@@ -204,7 +204,6 @@ class PackKernels:
         self._tables: list[PinnedMemory] = []  # one, once it is being pinned
         self._groups: list[_GroupKernels] = []
         self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
-        self._staged: tuple[LoadedKernel, int]
 
     def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
         """Load the kernels for the layout's groups, and allocate tables.
@@ -270,12 +269,9 @@ class PackKernels:
         self.copy_table.pack(table.device_address, address, 2 * count)
         outcomes = (table.device_address + 16 * count,) if of.coded else ()
         kernel.pack(of.fragments + 8 * planes.first_fragment, address, *outcomes, of.starts[-1], fragments, count)
-        self._staged = kernel, -(-fragments * count // of.tile)
-        return self._submit
+        return partial(self._submit, kernel, -(-fragments * count // of.tile))
 
-    def _submit(self, stream: int, start: int | None) -> None:
-        assert start is None, "a packed transfer starts where its copies do"
-        kernel, grid = self._staged
+    def _submit(self, kernel: LoadedKernel, grid: int, stream: int) -> None:
         self.copy_table.queue(stream, 1)
         kernel.queue(stream, grid)
 

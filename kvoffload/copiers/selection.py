@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from kvoffload.copiers.observed import Way
+from kvoffload.copiers.observed import Comparison, Way
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
@@ -50,17 +50,17 @@ class Question(NamedTuple):
     opposite: bool = False
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """A copier, and why it is selected.
 
     Attributes:
         reason: a sentence with figures.
-        seconds: expected, on the GPU's clock, see `choose`; infinity if unknown.
+        between: what decides, if it is not the profile alone: a comparison by the last transfers, and its ways.
     """
 
     copier: CopierName
     reason: str
-    seconds: float
+    between: tuple[Comparison, tuple[Way, Way]] | None = None
 
 
 class Expected(NamedTuple):
@@ -88,7 +88,7 @@ def check_prefer(prefer: Any) -> str:
     return str(prefer)
 
 
-def choose(question: Question) -> Choice:
+def choose(question: Question) -> Selection:
     """Select the copier of a transfer.
 
     1. With "latency" a copier's weight is the time from the call to the end, on a GPU that computes nothing.
@@ -101,33 +101,31 @@ def choose(question: Question) -> Choice:
        wins among those that end within 1.1x of the soonest. (Both directions at once, 4 blocks of 32 planes x 64 KiB on
        an H200: 367 us with strided copies, 476 with contiguous ones.)
     """
-    alike, scale = _class_of(question.shape)
-    choice = _choose(question._replace(shape=alike))
-    return choice if scale == 1.0 else choice._replace(seconds=choice.seconds * scale)
+    return _choose(question._replace(shape=_class_of(question.shape)))
 
 
-def _class_of(shape: Shape) -> tuple[Shape, float]:
-    """Return the shape of the class that this one belongs to, and the ratio of their numbers of blocks.
+def _class_of(shape: Shape) -> Shape:
+    """Return the shape of the class that this one belongs to.
 
     The bytes of a block, the planes, and how many blocks are merged stay nearly the same.
     """
     direction, blocks, plane_blocks, operations, rows, nbytes = shape
     excess = blocks.bit_length() - _MANTISSA_BITS
     if excess <= 0:
-        return shape, 1.0
+        return shape
     alike = (blocks + (1 << excess - 1)) >> excess << excess
-    nbytes, plane_blocks, scale = nbytes // blocks * alike, plane_blocks // blocks * alike, blocks / alike
+    nbytes, plane_blocks = nbytes // blocks * alike, plane_blocks // blocks * alike
     if rows == shape.plane_blocks:  # nothing is merged: all counts go with the blocks
-        return Shape(direction, alike, plane_blocks, operations // blocks * alike, plane_blocks, nbytes), scale
+        return Shape(direction, alike, plane_blocks, operations // blocks * alike, plane_blocks, nbytes)
     merged, height = round(shape.plane_blocks / rows, 1), round(rows / operations, 1)
     rows = max(1, round(plane_blocks / merged))
-    return Shape(direction, alike, plane_blocks, max(1, round(rows / height)), rows, nbytes), scale
+    return Shape(direction, alike, plane_blocks, max(1, round(rows / height)), rows, nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _choose(question: Question) -> Choice:
+def _choose(question: Question) -> Selection:
     best, *others = rank(question)
-    return Choice(best.copier, _explain(best, others, question), best.seconds)
+    return Selection(best.copier, _explain(best, others, question))
 
 
 def rank(question: Question) -> list[Expected]:

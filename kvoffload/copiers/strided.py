@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvoffload.copiers.base import Submit
 from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
@@ -22,7 +24,6 @@ class StridedCopier:
         self._driver = driver
         self._batched = batched
         self._stores, self._loads = (StridedTable(SEGMENT_LIMIT, batched=batched) for _ in range(2))
-        self._staged = self._stores, 0
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Submit:
         if work.direction is STORE:
@@ -39,15 +40,11 @@ class StridedCopier:
             table.sources[:count], table.targets[:count] = source, target
         else:
             table.fill((source, target, pitch, target_pitch, work.width, work.height), order)
-        self._staged = table, count
-        return self._submit
-
-    def _submit(self, stream: int, start: int | None) -> None:
-        table, count = self._staged
-        if start is not None:
-            self._driver.event_record(start, stream)
         if self._batched:
-            self._driver.copy_strided_batch(table, count, stream)
-        else:
+            return partial(self._driver.copy_strided_batch, table, count)
+
+        def one_by_one(stream: int) -> None:
             for index in range(count):
                 self._driver.copy_strided(table, index, stream)
+
+        return one_by_one

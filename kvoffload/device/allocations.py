@@ -111,7 +111,7 @@ class AllocationFinder:
             problem = f"is not memory of {self._name} (device {self._index}): {error}"
             return Allocation(address, address, problem=problem, cause=error)
         allocation = Allocation(base, base + nbytes)
-        if not self._driver.is_device_memory(address):
+        if pointers.attribute(self._driver, "MEMORY_TYPE", address) != pointers.DEVICE_MEMORY:
             allocation.problem = "is host memory; planes are GPU memory"
             return allocation
         place = self.device_of(address)
@@ -132,10 +132,10 @@ class AllocationFinder:
         if len(devices) == 1:
             return 0
         try:
-            ordinal = driver.device_ordinal(address)
+            ordinal = pointers.attribute(driver, "DEVICE_ORDINAL", address)
             if ordinal != 0:
                 return ordinal
-            context = pointers.pointer_context(driver, address)
+            context = pointers.attribute(driver, "CONTEXT", address)
             if context:
                 with make_current(driver, context):
                     return int(driver.call("cuCtxGetDevice"))
@@ -146,7 +146,7 @@ class AllocationFinder:
         mapped = _ask(pointers.mapped_memory_device, driver, address)
         if mapped is not None:
             return mapped
-        pool = _ask(pointers.pointer_pool, driver, address)
+        pool = _ask(pointers.attribute, driver, "MEMPOOL_HANDLE", address)
         if not pool:
             return "it belongs to no context, to no memory pool, and is not mapped virtual memory"
         for device in devices:

@@ -19,12 +19,14 @@ from kvoffload.device.streams import stream_handle
 from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import ClosedError, DriverError
+from kvoffload.internal.checks import index_or
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.types import ArrayLike, UInt8Array
 from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
 from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
-class DeviceBuffer:
+class DeviceBuffer(Closing):
     """GPU memory, made by `Device.allocate`. A context manager.
 
     It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
@@ -99,10 +101,7 @@ class DeviceBuffer:
             raise TypeError(
                 f"array must hold plain values, got {array!r:.80}, which numpy holds as pointers ({source.dtype})"
             )
-        try:
-            start = None if isinstance(offset, bool) else operator.index(offset)
-        except TypeError:
-            start = None
+        start = index_or(offset, None)
         if start is None:
             raise TypeError(f"offset must be an integer, got {offset!r:.80}")
         if start < 0 or start + source.nbytes > self.nbytes:
@@ -134,18 +133,12 @@ class DeviceBuffer:
         Raises:
             DriverError: the driver failed, for example because the context is lost. Call it again then.
         """
-        self.device.free(self._resource)
+        self._resource.free()
 
     def check(self) -> None:
         """Raise ClosedError if the memory has been freed."""
         if not self._resource.alive:
             raise ClosedError(f"the buffer of {self.nbytes} bytes at {self.address:#x} is closed")
-
-    def __enter__(self) -> DeviceBuffer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "" if self._resource.alive else ", closed"
@@ -304,7 +297,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     try:
         if isinstance(shape, bytes | bytearray):  # a sequence of integers: b"1" would be the shape (49,)
             raise TypeError
-        extents = tuple(-1 if isinstance(extent, bool) else operator.index(extent) for extent in shape)
+        extents = tuple(index_or(extent, -1) for extent in shape)
     except TypeError:
         extents = ()
     if not extents or min(extents) < 1:

@@ -25,7 +25,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import new_lock, refuse_nested
-from kvoffload.internal.teardown import run_all
+from kvoffload.internal.teardown import Closing, run_all
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -39,7 +39,7 @@ _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a 
 _FOR_ENGINES = frozenset(
     [
         *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
-        *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
+        *("engines", "engines_over", "foreign", "lifecycle", "owned", "reclaim", "register_engine"),
         *("refuse_nested", "wait_lifecycle"),
     ]
 )
@@ -111,7 +111,7 @@ def _load_driver(backend: Any) -> Driver:
     return driver
 
 
-class Device:
+class Device(Closing):
     """An open device, made by `open_device`. Usable from any thread; a context manager.
 
     Closing it drains and closes its engines, then frees the memory and streams that it made. A device that you forget
@@ -378,17 +378,6 @@ class Device:
         """How many buffers, streams and engines of this device are not freed yet, dropped ones included."""
         return len(self._resources.registered)
 
-    def free(self, resource: Resource) -> None:
-        """Make the context current and free what `adopt` returned. Does nothing the second time, and in a forked child.
-
-        Raises:
-            DriverError: a call failed; call it again to free the rest.
-            RuntimeError: this thread is already freeing it.
-        """
-        if resource.alive and not self.foreign:
-            with self._resources.current():
-                resource.free()
-
     def reclaim(self) -> None:
         with self.current():
             self.advance_engines()
@@ -500,12 +489,6 @@ class Device:
 
     def __dir__(self) -> list[str]:
         return sorted(set(super().__dir__()) - _FOR_ENGINES)
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.simulated else ""

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from kvoffload.driver import Current, Driver, make_current
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import new_lock, refuse_nested
+from kvoffload.internal.teardown import run_all
 
 FORKS: list[None] = []
 """Grows in a forked child. (`os.getpid`, a system call, takes 0.4 us.)"""
@@ -47,8 +48,6 @@ class OpenDevice(Protocol):
     def check_open(self) -> None: ...
 
     def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource: ...
-
-    def free(self, resource: Resource) -> None: ...
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]: ...
 
@@ -108,7 +107,7 @@ class Resource:
         return self in self._resources.registered
 
     def free(self) -> None:
-        """Free everything now; the context must be current. Does nothing the second time, and in a forked child.
+        """Free everything now. Does nothing the second time, and in a forked child.
 
         Raises:
             DriverError: a call failed. The resource stays registered; call `free` again for the rest.
@@ -118,8 +117,9 @@ class Resource:
             return
         refuse_nested(self._lock, "close")
         with self._lock:
-            if self in self._resources.registered:
-                self._release()
+            if self.alive:
+                with self._resources.current():
+                    self._release()
                 self.drop()
 
     def drop(self) -> None:
@@ -174,7 +174,7 @@ class DeviceResources:
         return resource
 
     def collect(self) -> list[str]:
-        """Free the resources whose owners are garbage; the context must be current. Returns texts of warnings.
+        """Free the resources whose owners are garbage. Returns texts of warnings.
 
         A resource that cannot be freed raises nothing here, since the caller asked for something else. The device tries
         again when it closes.
@@ -207,14 +207,7 @@ class DeviceResources:
             try:
                 with self.current():
                     texts = self.collect()
-                    first: Exception | None = None
-                    for resource in list(self.registered)[::-1]:
-                        try:
-                            resource.free()
-                        except Exception as error:  # noqa: BLE001  # the first is raised once all is freed
-                            first = first or error
-                    if first is not None:
-                        raise first
+                    run_all(resource.free for resource in list(self.registered)[::-1])
             except DriverError as error:
                 if not error.sticky:
                     raise

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import numpy as np
 from kvoffload.driver import Driver, address_of, make_current
 from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, flag, shown
+from kvoffload.internal.checks import at_least, flag, index_or, shown
 from kvoffload.internal.nesting import new_lock, run_outside
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
@@ -182,11 +181,8 @@ class PinnedMemory(RegisteredMemory):
             self._check_available(stop - start)
             touch(self.array[start:stop], self._numa_cpus, BESIDE_SERVING if self._grows else MOST_THREADS)
             try:
-                if context is None:
+                with contextlib.nullcontext() if context is None else make_current(self._driver, context):
                     self._register(self.address + start, stop - start)
-                else:
-                    with make_current(self._driver, context):
-                        self._register(self.address + start, stop - start)
             except DriverError as error:
                 raise CapacityError(self._explain(f"the driver said: {error}")) from error
             self.ready_bytes = stop
@@ -381,11 +377,8 @@ class HostMemory:
 
 
 def _check_multiple(name: str, value: Any) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
+    number = index_or(value, 0)
+    if number % SLOT_ALIGNMENT or not 0 < number < _MOST_ADDRESS:
         raise ValueError(
             f"{name} must be a positive multiple of {SLOT_ALIGNMENT} (a page; the driver registers whole pages), "
             f"got {shown(value)}"

@@ -10,7 +10,6 @@ each to `QUEUE_LIMIT`, and has no room when they are full.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -19,6 +18,8 @@ from kvoffload.device.ownership import OpenDevice
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.internal.checks import index_or
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.waiting import wait_until
 
 STREAMS_PER_LANE = 4  # for copies
@@ -159,11 +160,8 @@ def stream_handle(stream: Any, name: str) -> int:
         stream = found[1]
     elif type(stream).__name__ in ("CUstream", "cudaStream_t"):
         stream = int(stream)
-    try:
-        handle = operator.index(stream)
-    except TypeError:
-        handle = -1
-    if isinstance(stream, bool) or not 0 <= handle < 1 << 64:
+    handle = index_or(stream, -1)
+    if not 0 <= handle < 1 << 64:
         raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {given!r:.80}")
     return handle or LEGACY_STREAM
 
@@ -201,7 +199,7 @@ def raise_for_stream(error: DriverError, handle: int, name: str) -> NoReturn:
 # the caller's own stream ----------------------------------------------------------------------------------------------
 
 
-class Stream:
+class Stream(Closing):
     """A stream of a device. Work on it runs in the order in which it was queued. Made by `Device.stream`.
 
     Pass it wherever kvoffload takes a stream (`after=stream`, `job.order_before(stream)`), and to other libraries by
@@ -285,17 +283,11 @@ class Stream:
             return
         try:
             self.synchronize()
-            self.device.free(self._resource)
+            self._resource.free()
         except DriverError as error:
             if not error.sticky:
                 raise
             self._resource.drop()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "" if self._resource.alive else ", destroyed"

@@ -111,11 +111,6 @@ class Driver:
 
     # contexts -----------------------------------------------------------------------------------------------------
 
-    def context_pop(self) -> None:
-        code = self._pop_context()[0]
-        if code:
-            raise DriverError("cuCtxPopCurrent", code.name, int(code))
-
     def current_context(self) -> int:
         code, context = self._current_context()
         if code:
@@ -199,18 +194,6 @@ class Driver:
     def address_range(self, address: int) -> tuple[int, int]:
         base, nbytes = self.call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
-
-    def is_device_memory(self, address: int) -> bool:
-        """Return whether `address` is GPU memory; False for pinned host memory."""
-        from cuda.bindings.driver import CUmemorytype, CUpointer_attribute
-
-        kind = self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-        return int(kind) == int(CUmemorytype.CU_MEMORYTYPE_DEVICE)
-
-    def device_ordinal(self, address: int) -> int:
-        from cuda.bindings.driver import CUpointer_attribute
-
-        return int(self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.call("cuMemHostRegister", address, nbytes, PORTABLE)
@@ -374,7 +357,7 @@ class Current:
         """Pop the context if this pushed it and it is still current."""
         try:
             if self._pushed and self.driver.current_context() == self.context:
-                self.driver.context_pop()
+                self.driver._pop_context()
         except DriverError:
             pass  # the context is lost or destroyed: the caller gets the error of its own call
 

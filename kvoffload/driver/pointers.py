@@ -6,22 +6,28 @@ DriverError: the driver has no answer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from kvoffload.driver.core import Driver
 from kvoffload.errors import CapabilityError
 
+DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _DEVICE_LOCATION = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 
 
-def pointer_context(driver: Driver, address: int) -> int:
-    """Return the context that `address` was allocated in; 0 for memory of asynchronous pools and for mapped memory."""
-    return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_CONTEXT", address))
+Attribute: TypeAlias = Literal["CONTEXT", "DEVICE_ORDINAL", "MEMORY_TYPE", "MEMPOOL_HANDLE"]
 
 
-def pointer_pool(driver: Driver, address: int) -> int:
-    """Return the memory pool that `address` was allocated from; 0 for other memory."""
-    return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE", address))
+def attribute(driver: Driver, name: Attribute, address: int) -> int:
+    """Return what the driver says of a pointer: CU_POINTER_ATTRIBUTE_ with this name.
+
+    CONTEXT: that of its allocation; 0 for memory of asynchronous pools and for mapped memory. MEMPOOL_HANDLE: 0 for
+    memory that is of no pool. MEMORY_TYPE: `DEVICE_MEMORY`, or another number for pinned host memory.
+    """
+    from cuda.bindings.driver import CUpointer_attribute
+
+    kind = _member(CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    return int(driver.call("cuPointerGetAttribute", kind, address))
 
 
 def mapped_memory_device(driver: Driver, address: int) -> int | None:
@@ -67,12 +73,6 @@ def pool_is_accessible(driver: Driver, pool: int, device: int) -> bool:
     location.type = CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = device
     return int(driver.call("cuMemPoolGetAccess", pool, location)) != 0
-
-
-def _pointer_attribute(driver: Driver, name: str, address: int) -> Any:
-    from cuda.bindings.driver import CUpointer_attribute
-
-    return driver.call("cuPointerGetAttribute", _member(CUpointer_attribute, name), address)
 
 
 def _pool_attribute(driver: Driver, name: str, pool: int) -> int:

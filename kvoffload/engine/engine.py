@@ -27,8 +27,8 @@ from kvoffload.engine.job import ENDED, SUBMITTED, Job, Transfer
 from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import MOST_REPORTS
 from kvoffload.engine.request import Request, Requests
-from kvoffload.engine.resources import slots_in
-from kvoffload.engine.shard import EngineOptions, Prefer, Shard
+from kvoffload.engine.resources import EngineOptions, Prefer, slots_in
+from kvoffload.engine.shard import Shard
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
@@ -147,31 +147,30 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         if shard.closed or len(FORKS) != self._forks:  # what follows needs the device's context
             self.check_process()
             shard.check_usable()
+        followed = shard.follow(request.sources, True) if request.arrays else None  # while referred to, reserved
+        streams: tuple[int, ...] = request.sources if followed is None else followed.streams
         try:
-            with make_current(shard.driver, shard.context, request.arrays):
-                followed = shard.follow(request.sources) if request.arrays else None  # while referred to, reserved
-                streams: tuple[int, ...] = request.sources if followed is None else followed.streams
-                with self.lock:
-                    # 1. check: what depends on the moment
-                    shard.check(requests, streams)
-                    if self._slot_guard is not None and not locked and request.direction is STORE:
-                        self._check_store(requests)
-                    if len(request.blocks) == 0:
-                        empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
-                        empty.simulated = shard.driver.simulated
-                        empty.step(SUBMITTED)  # it ends at once, and is never in a queue
-                        empty.step(ENDED)
-                        self._reports.note(self._in_flight.of(empty.direction), empty)
-                        return Job(self, empty)
-                    # 2. plan, 3. select, 4. order
-                    transfer = shard.prepare(requests, streams, next(self._ids))
-                    transfer.engine = self  # which is kept alive as long as it is in flight
-                    job = Job(self, transfer)
-                    # 5. enqueue: as much as there is room for; the rest waits on the host
-                    shard.enqueue(requests, transfer)
-                    if tracing.current is not None:
-                        tracing.start(tracing.current, job, transfer, self._reports.notices)
-                    return job
+            with make_current(shard.driver, shard.context, False), self.lock:
+                # 1. check: what depends on the moment
+                shard.check(requests, streams)
+                if self._slot_guard is not None and not locked and request.direction is STORE:
+                    self._check_store(requests)
+                if len(request.blocks) == 0:
+                    empty = Transfer(next(self._ids), request.direction, 0, request.num_parts)
+                    empty.simulated = shard.driver.simulated
+                    empty.step(SUBMITTED)  # it ends at once, and is never in a queue
+                    empty.step(ENDED)
+                    self._reports.note(self._in_flight.of(empty.direction), empty)
+                    return Job(self, empty)
+                # 2. plan, 3. select, 4. order
+                transfer = shard.prepare(requests, streams, next(self._ids))
+                transfer.engine = self  # which is kept alive as long as it is in flight
+                job = Job(self, transfer)
+                # 5. enqueue: as much as there is room for; the rest waits on the host
+                shard.enqueue(requests, transfer)
+                if tracing.current is not None:
+                    tracing.start(tracing.current, job, transfer, self._reports.notices)
+                return job
         except DriverError as error:
             shard.mark_lost(error)
             raise

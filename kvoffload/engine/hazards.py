@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.planes import Group
+from kvoffload.layout.planes import Group, clusters
 from kvoffload.planning.transfer_plan import STORE, Direction
 
 
@@ -107,13 +107,10 @@ class _Latest:
 
 def _overlapping(groups: tuple[Group, ...]) -> list[list[int]]:
     """Return the groups in clusters; groups of different clusters share no byte range."""
-    spans = sorted((plane.address, plane.end, index) for index, group in enumerate(groups) for plane in group.planes)
-    cluster = list(range(len(groups)))
-    end, owner = 0, 0
-    for start, stop, index in spans:
-        if start < end and cluster[index] != cluster[owner]:
-            old, new = cluster[index], cluster[owner]
-            cluster = [new if each == old else each for each in cluster]
-        if stop > end:
-            end, owner = stop, index
-    return [[index for index in range(len(groups)) if cluster[index] == each] for each in sorted(set(cluster))]
+    spread = [(plane, index) for index, group in enumerate(groups) for plane in group.planes]
+    first = list(range(len(groups)))  # of the groups in the cluster of each
+    for cluster in clusters([plane for plane, _ in spread]):
+        joined = {first[spread[at][1]] for at in cluster}
+        if len(joined) > 1:
+            first = [min(joined) if each in joined else each for each in first]
+    return [[index for index in range(len(groups)) if first[index] == each] for each in sorted(set(first))]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from kvoffload.device.streams import LaneStream
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.callbacks import Waitable
 from kvoffload.errors import TransferError
+from kvoffload.internal.checks import index_or
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import StreamLike
 from kvoffload.internal.waiting import wait_until
@@ -501,19 +501,15 @@ class Job(Waitable[TransferResult]):
             ClosedError: the device is closed, or this is a forked child.
             RuntimeError: you called it inside another call in the same thread.
         """
-        number = part
         if part is not None:
-            count = self._transfer.num_parts
-            try:
-                number = operator.index(part)
-            except TypeError:
-                number = -1
-            if isinstance(part, bool) or not 0 <= number < count:
+            number, count = index_or(part, -1), self._transfer.num_parts
+            if not 0 <= number < count:
                 raise ValueError(
                     f"part must be None or an integer in [0, {count}), got {part!r}: {self!r} was submitted in {count} "
                     "parts, see `load(..., parts=)`"
                 )
-        self._engine.order_job_before(self._transfer, stream, number)
+            part = number
+        self._engine.order_job_before(self._transfer, stream, part)
 
     def __dir__(self) -> list[str]:
         return sorted(set(super().__dir__()) - {"lock"})

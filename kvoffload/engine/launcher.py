@@ -121,7 +121,10 @@ class Launcher:
         elif len(transfer.segments) > 1 and (previous := transfer.segments[-2]).stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
-        submit(stream.handle, transfer.start if first else None)
+        if first:
+            assert transfer.start is not None
+            self._driver.event_record(transfer.start, stream.handle)
+        submit(stream.handle)
         self._end_segment(transfer, segment, stop)
         return True
 
@@ -172,14 +175,14 @@ class Launcher:
         if previous is None and begin == 0:  # 1
             self._follow(queue, transfer, back.stream, also=front.stream)
         self._wait_for_places(front, back, previous)  # 2, 3
-        start = transfer.start if number == 0 and begin == 0 else None
-        if start is not None and stores:  # it starts where its copies may
-            self._driver.event_record(start, copies.handle)
-        fill(front.stream.handle, None if stores else start)
+        if not (number or begin):  # it starts where its copies may
+            assert transfer.start is not None
+            self._driver.event_record(transfer.start, copies.handle)
+        fill(front.stream.handle)
         front.event = self._mark(front.stream)
         self._driver.stream_wait_event(back.stream.handle, front.event)
         place.ring.join(place)
-        empty(back.stream.handle, None)
+        empty(back.stream.handle)
         self._end_segment(transfer, back, stop)
         return True
 

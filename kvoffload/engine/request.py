@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.wait_streams import After, Followed, Source, as_sources
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import flag, shown
+from kvoffload.internal.checks import flag, index_or, shown
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
@@ -264,10 +263,7 @@ def _repeated(ids: Sequence[Int64Array]) -> int | None:
 
 
 def _in_range(name: str, value: Any, limit: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or not 0 <= number < limit:
+    number = index_or(value, -1)
+    if not 0 <= number < limit:
         raise LayoutError(f"{name} must be an integer in [0, {limit}), got {value!r:.80}")
     return number

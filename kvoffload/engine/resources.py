@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
@@ -21,10 +22,28 @@ from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import addresses_of_slots
+from kvoffload.tuning import Profile
 
+Prefer = Literal["overlap", "latency"]
 _MOST_POOL_BYTES = 1 << 50
 _MOST_HOSTS = 64  # times the memory of this one, at most: the tables of a larger pool may not fit before it is pinned
 _USUAL_SLOTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The arguments of an engine that all its devices share; see `OffloadEngine`."""
+
+    num_slots: int | None
+    staging_bytes: int
+    prefer: Prefer
+    profile: Profile | None
+    max_in_flight: int
+    most_queued_bytes: int | None
+    stream_priority: int | None
+    progress: Progress | None
+    host_memory: HostMemory | None = None
+    piece_bytes: int | None = None
 
 
 class EngineResources:
@@ -55,16 +74,9 @@ class EngineResources:
         self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers, reports)
         self.wait_streams = WaitStreams(driver, priority or 0)
 
-    def open(
-        self,
-        layout: KVLayout,
-        num_slots: int,
-        host_memory: HostMemory | None,
-        progress: Progress | None,
-        piece_bytes: int | None,
-    ) -> None:
+    def open(self, layout: KVLayout, num_slots: int, options: EngineOptions) -> None:
         """Pin the slots, with `piece_bytes` the first ones, make streams and copiers; the context must be current."""
-        begin = time.perf_counter()
+        begin, host_memory = time.perf_counter(), options.host_memory
         self._slot_bytes = layout.slot_bytes
         if host_memory is None:
             self.memory = PinnedMemory(
@@ -72,9 +84,9 @@ class EngineResources:
                 num_slots * layout.slot_bytes,
                 unit_bytes=layout.slot_bytes,
                 numa_cpus=self._numa_cpus,
-                progress=progress,
+                progress=options.progress,
                 holder=self._pinned,
-                piece_bytes=piece_bytes,
+                piece_bytes=options.piece_bytes,
             )
         else:
             self.memory = CallerMemory(self._driver, host_memory, layout.slot_bytes, self._callers)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, share
 from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import Question, check_prefer, rank
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import HostMemory, Progress
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder, make_current
 from kvoffload.engine.hazards import HazardTable
@@ -30,9 +28,9 @@ from kvoffload.engine.job import SUBMITTED, Transfer, describe
 from kvoffload.engine.plan_report import Alternative, PlanReport
 from kvoffload.engine.queues import InFlight, Reports, put_ahead
 from kvoffload.engine.request import FEW, ArgumentChecks, Request, Requests, refuse_repeated_targets, sources_of
-from kvoffload.engine.resources import EngineResources, checked_slots
+from kvoffload.engine.resources import EngineOptions, EngineResources, checked_slots
 from kvoffload.engine.tracing import MOST_NOTICES, Notice, Notices, deliver
-from kvoffload.engine.wait_streams import After, Followed, Source
+from kvoffload.engine.wait_streams import After, Followed
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
@@ -45,26 +43,9 @@ from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
 from kvoffload.planning.transfer_plan import LOAD, STORE, BlockPlan, build
 from kvoffload.tuning import CopierName, Profile, profile_for
 
-Prefer = Literal["overlap", "latency"]
 _IN_STREAM_ORDER, _IN_ANY_ORDER = SourceOrder
 QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """The arguments of an engine that all its devices share; see `OffloadEngine`."""
-
-    num_slots: int | None
-    staging_bytes: int
-    prefer: Prefer
-    profile: Profile | None
-    max_in_flight: int
-    most_queued_bytes: int | None
-    stream_priority: int | None
-    progress: Progress | None
-    host_memory: HostMemory | None = None
-    piece_bytes: int | None = None
 
 
 class Shared:
@@ -133,8 +114,7 @@ class Shard:
             self.parts = EngineResources(device, in_flight, self.reports, copiers, options.stream_priority)
             self._resource = device.adopt(self, self.parts.release, "an OffloadEngine")
             try:
-                pool = options.host_memory, options.progress, options.piece_bytes
-                self.parts.open(layout, self.num_slots, *pool)
+                self.parts.open(layout, self.num_slots, options)
             except BaseException:
                 self._resource.free()
                 raise
@@ -367,14 +347,20 @@ class Shard:
 
     # streams and arrays that a transfer follows -------------------------------------------------------------------
 
-    def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Follow as `WaitStreams.follow` does. The context must be current. Without the lock: arrays run their code."""
+    def follow(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
+        """Follow as `WaitStreams.follow` does. Do not hold the lock if there are arrays, which run their code."""
+        if not arrays:
+            return Followed(sources)
         token = object()
         try:
-            with self.lock:
-                self.check_usable()
-                self._following.add(token)
-            return self.parts.wait_streams.follow(sources)
+            with self.device.current():
+                with self.lock:
+                    self.check_usable()
+                    self._following.add(token)
+                return self.parts.wait_streams.follow(sources)
+        except DriverError as error:
+            self.mark_lost(error)
+            raise
         finally:
             self._following.discard(token)
 
@@ -382,18 +368,7 @@ class Shard:
         """Resolve as `Engine.resolve` does. Asks arrays for their producers, so do not hold the lock."""
         sources = sources_of(after, self.layout)
         self.device.check_process()
-        return self.follow_here(sources, not all(isinstance(source, int) for source in sources))
-
-    def follow_here(self, sources: tuple[Any, ...], arrays: bool) -> Followed:
-        """Follow as `follow` does, with the device's context made current if there are arrays."""
-        if not arrays:
-            return Followed(sources)
-        try:
-            with self.device.current():
-                return self.follow(sources)
-        except DriverError as error:
-            self.mark_lost(error)
-            raise
+        return self.follow(sources, not all(isinstance(source, int) for source in sources))
 
     # what has ended -----------------------------------------------------------------------------------------------
 
@@ -583,14 +558,13 @@ class Shard:
             with self.device.lifecycle:  # nothing is in flight, nothing new is taken; one thread at a time
                 self.closed = True
                 try:
-                    if self._resource.alive:
-                        with self.device.current():
-                            self._resource.free()
+                    self._resource.free()
                 except DriverError as error:
                     if not error.sticky:
                         raise
                     self.parts.tracker.mark_lost(error)
-                    self._resource.free()
+                    self.parts.release()  # which frees nothing now
+                    self._resource.drop()
         finally:
             self._closing.discard(token)
 

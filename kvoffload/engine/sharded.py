@@ -34,8 +34,8 @@ from kvoffload.engine.job import Job, ShardedTransfer
 from kvoffload.engine.plan_report import PlanReport
 from kvoffload.engine.queues import Queues, RecordQueue, Reports
 from kvoffload.engine.request import GroupTransfer, Request, Requests
-from kvoffload.engine.resources import slots_in
-from kvoffload.engine.shard import EngineOptions, Prefer, Shard
+from kvoffload.engine.resources import EngineOptions, Prefer, slots_in
+from kvoffload.engine.shard import Shard
 from kvoffload.engine.wait_streams import After, FollowedPerDevice, ShardedAfter
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import shown
@@ -189,7 +189,7 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         self.check_process()
         self.check_usable()
         sources, arrays = [each[0].sources for each in requests], [each[0].arrays for each in requests]
-        followed = self._for_each(Shard.follow_here, sources, arrays)  # while referred to, reserved
+        followed = self._for_each(Shard.follow, sources, arrays)  # while referred to, reserved
         streams = [each.streams for each in followed]
         with self.lock:
             # 1. check, on every device

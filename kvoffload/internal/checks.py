@@ -7,7 +7,7 @@ import numbers
 import operator
 import re
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?(?:([KMGT])(i?)B|B)?")
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
@@ -22,13 +22,21 @@ _FIELD = re.compile(
 )
 
 
+_Other = TypeVar("_Other")
+
+
+def index_or(value: Any, other: _Other) -> int | _Other:
+    """Return an integer of any library as an int; `other` for a bool, and for what is no integer."""
+    try:
+        return other if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return other
+
+
 def at_least(name: str, value: Any, minimum: int, also: str = "") -> int:
     """Return `value` as an int; `also` says in the error what else would be right."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or number < minimum:
+    number = index_or(value, minimum - 1)
+    if number < minimum:
         raise ValueError(f"{name} must be an integer of at least {minimum}{also}, got {shown(value)}")
     return number
 

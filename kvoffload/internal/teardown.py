@@ -12,7 +12,20 @@ from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat, tee
 from operator import itemgetter
-from typing import Any
+from typing import Any, Self
+
+
+class Closing:
+    """A context manager: leaving the block closes it."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def run_all(steps: Iterable[Callable[[], None]]) -> None:

@@ -6,14 +6,13 @@ cuda.core is imported for an array that has DLPack only, and no other library fo
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import index_or, shown
 from kvoffload.internal.types import GpuArray
 from kvoffload.layout.dlpack import CUDA, MANAGED, ArrayView, packed_strides, view_dlpack
 from kvoffload.layout.dtypes import dtype_name
@@ -93,11 +92,8 @@ def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: Suppo
 
 
 def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        number = len(shape)
-    if isinstance(axis, bool) or not -len(shape) <= number < len(shape):
+    number = index_or(axis, len(shape))
+    if not -len(shape) <= number < len(shape):
         raise LayoutError(f"{name} must be an axis of shape {shape}, got {shown(axis)}")
     return number % len(shape)
 

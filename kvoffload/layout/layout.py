@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import combinations
 from typing import Any, NamedTuple, SupportsIndex
 
 from kvoffload.errors import LayoutError
@@ -37,7 +38,7 @@ from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.layout.dlpack import ArrayView
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
-from kvoffload.layout.planes import Group, Plane, SlotOrder, positive, share_bytes
+from kvoffload.layout.planes import Group, Plane, SlotOrder, clusters, positive, share_bytes
 
 FINGERPRINT_VERSION = 2  # 1, of version 0.1, had neither the names of the axes nor the order of a slot
 SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O_DIRECT, and sent, one by one
@@ -450,24 +451,21 @@ class ShardedLayout:
         self.layouts = tuple(layouts)
         first = layouts[0]
         for index, layout in enumerate(layouts):
-            for what, mine, other in _agreements(layout, first):
+            for (what, mine), (_, other) in zip(_in_common(layout), _in_common(first), strict=False):
                 if mine != other:
                     raise LayoutError(
                         f"layouts[{index}] has {what} {mine}, layouts[0] has {other}; a block and a slot have one "
                         "number on all devices, so make them the same"
                     )
         # Planes of two layouts share no bytes: the engines of two devices do not wait for each other.
-        spread = ((plane, at) for at, layout in enumerate(layouts) for group in layout.groups for plane in group.planes)
-        active: list[tuple[Plane, int]] = []  # planes that may reach into the following ones
-        for plane, index in sorted(spread, key=lambda each: (each[0].address, each[1])):
-            active = [each for each in active if each[0].end > plane.address]
-            for low, owner in active:
-                if owner != index and share_bytes(low, plane):
+        spread = [(plane, at) for at, layout in enumerate(layouts) for group in layout.groups for plane in group.planes]
+        for cluster in clusters([plane for plane, _ in spread]):
+            for (low, owner), (high, index) in combinations([spread[at] for at in cluster], 2):
+                if owner != index and share_bytes(low, high):
                     raise LayoutError(
-                        f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {low} and {plane}; the "
+                        f"layouts[{owner}] and layouts[{index}] share bytes of device memory, {low} and {high}; the "
                         "planes of each device must be its own"
                     )
-            active.append((plane, index))
         self.blocks_per_slot = first.blocks_per_slot
         self.tokens_per_block = first.tokens_per_block
         self.dtype = first.dtype
@@ -536,17 +534,10 @@ class ShardedLayout:
         return f"ShardedLayout({list(self.layouts)})"
 
 
-def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """Return the properties that two layouts must have in common: name, and both values."""
-    yield "num_groups", layout.num_groups, first.num_groups
-    for number, (mine, other) in enumerate(zip(layout.groups, first.groups, strict=True)):
-        yield f"groups[{number}].num_blocks", mine.num_blocks, other.num_blocks
-    yield "blocks_per_slot", layout.blocks_per_slot, first.blocks_per_slot
-    yield "tokens_per_block", layout.tokens_per_block, first.tokens_per_block
-    yield "block_axes", layout.block_axes, first.block_axes
-    yield "dtype", _name_of_dtype(layout), _name_of_dtype(first)
-    yield "codecs", layout.codecs, first.codecs
-
-
-def _name_of_dtype(layout: KVLayout) -> str | None:
-    return None if layout.dtype is None else dtype_name(layout.dtype)
+def _in_common(layout: KVLayout) -> Iterator[tuple[str, object]]:
+    """Yield the properties that the layouts of all devices have in common: name and value."""
+    yield "num_groups", layout.num_groups
+    yield from ((f"groups[{number}].num_blocks", group.num_blocks) for number, group in enumerate(layout.groups))
+    yield from ((name, getattr(layout, name)) for name in ("blocks_per_slot", "tokens_per_block", "block_axes"))
+    yield "dtype", None if layout.dtype is None else dtype_name(layout.dtype)
+    yield "codecs", layout.codecs

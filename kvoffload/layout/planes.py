@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations, pairwise
 from typing import Literal, SupportsIndex, TypeAlias
@@ -12,7 +11,7 @@ from typing import Literal, SupportsIndex, TypeAlias
 import numpy as np
 
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import index_or, shown
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.coding import CodecName, Coding, coding_of
 
@@ -30,12 +29,7 @@ def positive(name: str, value: SupportsIndex) -> int:
     Raises:
         LayoutError: it is no such integer; the message names the argument and the value.
     """
-    number = 0
-    if not isinstance(value, bool | np.bool_):
-        try:
-            number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
-        except (TypeError, ValueError):
-            pass
+    number = int(value) if type(value).__name__ == "CUdeviceptr" else index_or(value, 0)
     if not 1 <= number < INTEGER_LIMIT:
         raise LayoutError(f"{name} must be an integer of at least 1 and below 2**63, got {shown(value)}")
     return number
@@ -115,24 +109,11 @@ def refuse_overlap(planes: Sequence[Plane], name: str) -> None:
     Args:
         name: names the sequence in the message, which gives both planes by index.
     """
-    order = sorted(range(len(planes)), key=lambda index: planes[index].address)
-    cluster: list[int] = []  # planes whose ranges overlap
-    end = 0
-    for index in order:
-        if planes[index].address >= end:
-            _refuse_shared_bytes(planes, cluster, name)
-            cluster = []
-        cluster.append(index)
-        end = max(end, planes[index].end)
-    _refuse_shared_bytes(planes, cluster, name)
-
-
-def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str) -> None:
-    if len(cluster) < 2 or _interleaved([planes[index] for index in cluster]):
-        return
-    for low, high in combinations(cluster, 2):
-        if planes[high].address < planes[low].end and share_bytes(planes[low], planes[high]):
-            raise LayoutError(f"{name}[{low}] and {name}[{high}] share bytes of device memory")
+    for cluster in clusters(planes):
+        if len(cluster) > 1 and not _interleaved([planes[index] for index in cluster]):  # sooner than all pairs
+            for low, high in combinations(cluster, 2):
+                if share_bytes(planes[low], planes[high]):
+                    raise LayoutError(f"{name}[{low}] and {name}[{high}] share bytes of device memory")
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:
@@ -145,10 +126,23 @@ def _interleaved(planes: Sequence[Plane]) -> bool:
     return all(start + nbytes <= limit for (start, nbytes), limit in zip(places, following, strict=True))
 
 
+def clusters(planes: Sequence[Plane]) -> Iterator[list[int]]:
+    """Yield the indices of planes whose ranges overlap, by rising addresses; a plane alone is a cluster."""
+    order = sorted(range(len(planes)), key=lambda index: planes[index].address)
+    cluster, end = order[:1], planes[order[0]].end
+    for index in order[1:]:
+        if planes[index].address >= end:
+            yield cluster
+            cluster = []
+        cluster.append(index)
+        end = max(end, planes[index].end)
+    yield cluster
+
+
 def share_bytes(low: Plane, high: Plane) -> bool:
-    """Return whether two planes share a byte, if their ranges overlap and `low` begins first."""
-    if low.block_stride != high.block_stride:
-        return True
+    """Return whether two planes share a byte; `low` begins first."""
+    if high.address >= low.end or low.block_stride != high.block_stride:
+        return high.address < low.end
     shift = (high.address - low.address) % low.block_stride
     return shift < low.block_bytes or shift + high.block_bytes > low.block_stride
 

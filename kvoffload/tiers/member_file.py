@@ -374,18 +374,15 @@ class MemberFile:
                 data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES] = renewed(self.checksum, header, self._epoch)
 
     def _erase(self, slot: int) -> None:
-        try:
-            self._replace(slot, _NO_HEADER)
-        except OSError:
-            pass  # it is in `_uncertain`
-
-    def _replace(self, slot: int, header: memoryview) -> None:
-        """Write a header over another one, which a crash may bring back until the next sync."""
+        """Write zeros over a header, which a crash may bring back until the next sync."""
         self._note_older(slot)
         self._waiting.pop(slot, None)
         self._uncertain.add(slot)
         self.hashes[slot] = 0
-        self._write_headers(slot, [header])
+        try:
+            self._write_headers(slot, [_NO_HEADER])
+        except OSError:
+            pass  # it is in `_uncertain`
 
     def _note_older(self, slot: int) -> None:
         older = int(self.hashes[slot])

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvoffload.cache.tiering.tier import Outcome
+from kvoffload.driver import address_of
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
@@ -278,7 +279,7 @@ class MooncakeTier(RemoteTier):
         return client
 
     def _register(self, client: Any, array: UInt8Array) -> None:
-        code = client.register_buffer(_address(array), array.nbytes)
+        code = client.register_buffer(address_of(array), array.nbytes)
         if code != 0:
             raise CapabilityError(
                 f"{array.nbytes} bytes of the pool could not be registered for {self.protocol} (register_buffer "
@@ -287,13 +288,8 @@ class MooncakeTier(RemoteTier):
         self._registered.append(array)
 
 
-def _address(array: UInt8Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
-    return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
+    return [[address_of(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
 
 
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:

@@ -291,7 +291,7 @@ class ThreadedTier(Tier):
     def clear(self, *, notify: Notify | None = None) -> TierJob:
         self._check_open()
         check_call(None, notify)
-        job = self._job(_WHOLE_TIER, notify)
+        job = TierJob(_WHOLE_TIER, notify=notify, count=self._workers.count_ended)
         return self._queue(job, [Remove(job, range(1), partial(self._run_all, self.remove_all), None)], bounded=False)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -309,7 +309,7 @@ class ThreadedTier(Tier):
         end = None if timeout is None else time.monotonic() + timeout
         self._check_open()
         refuse_waiting("drain")
-        job = self._job(_WHOLE_TIER)
+        job = TierJob(_WHOLE_TIER, count=self._workers.count_ended)
         jobs = self._workers.unfinished_writes()
 
         def all_ended() -> bool:
@@ -366,16 +366,13 @@ class ThreadedTier(Tier):
         check_call(deadline, notify)
         return TierJob(keys, places, deadline=deadline, notify=notify, count=self._workers.count_ended, ended=ended)
 
-    def _job(self, keys: Sequence[bytes], notify: Notify | None = None) -> TierJob:
-        return TierJob(keys, notify=notify, count=self._workers.count_ended)
-
     def _check_open(self) -> None:
         self._check_process()
         refuse_under_locks("a tier")
-        if self._workers.closed or not self._opened:
-            closed = self._workers.closed
-            state = "is closed: make another one" if closed else "has no pool yet: give it to a BlockCache"
-            raise ClosedError(f"{self!r} {state}")
+        if self._workers.closed:
+            raise ClosedError(f"{self!r} is closed: make another one")
+        if not self._opened:
+            raise ClosedError(f"{self!r} has no pool yet: give it to a BlockCache")
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -60,8 +60,8 @@ def poison_places(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "copies" if blocks.direction is Direction.STORE else "kernel"
         submit, address, table = getattr(piece, name), piece.place.address, -(-16 * len(blocks) // 256) * 256
 
-        def second(stream: int, start: int | None) -> None:
-            submit(stream, start)
+        def second(stream: int) -> None:
+            submit(stream)
             piece.place.ring._driver.fill(address + table, POISON, sizes[address] - table, stream)
 
         return replace(piece, copies=second) if name == "copies" else replace(piece, kernel=second)

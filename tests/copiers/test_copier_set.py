@@ -24,7 +24,7 @@ from kvoffload import (
     OffloadEngine,
 )
 from kvoffload.copiers import StridedCopier, check_copier, why_not
-from kvoffload.driver import SourceOrder
+from kvoffload.driver import Driver, SourceOrder
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.planning.transfer_plan import TransferPlan
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
@@ -281,7 +281,7 @@ def test_a_gpu_without_room_for_the_prelude_copies_without(device: kvoffload.Dev
 @pytest.mark.parametrize("direction", Direction)
 def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled(direction: Direction) -> None:
     """A transfer of few blocks comes first; the next one has the same arrays, and more rows than have their values."""
-    copier, address = StridedCopier(None, batched=True), np.arange(8, dtype=np.uint64)  # type: ignore[arg-type]
+    copier, address = StridedCopier(Driver, batched=True), np.arange(8, dtype=np.uint64)  # type: ignore[arg-type]
     column = {value: np.array([value], np.uint64) for value in (300, 400, 100, 200, 7, 9)}
     other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
     ends = ("source", "target") if direction is Direction.STORE else ("target", "source")
@@ -292,8 +292,8 @@ def test_columns_that_stay_are_written_once_for_as_many_rows_as_were_filled(dire
     for count, order, device_pitch, host_pitch, width, height in given:
         device, host = address[:count] + np.uint64(count), address[:count]
         columns = [column[each] for each in (width, height, device_pitch, host_pitch)]
-        copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order))
-        table, _ = copier._staged
+        submit: Any = copier.stage(TransferPlan(direction, device, host, *columns), SourceOrder(order))
+        table = submit.args[0]
         copier.stage(TransferPlan(other, host, device, *reversed(columns)), SourceOrder.STREAM)
         rows = table.rows[:count]
         assert [rows[end].tolist() for end in ends] == [device.tolist(), host.tolist()]

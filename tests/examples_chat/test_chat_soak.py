@@ -81,8 +81,7 @@ BOUNDS = {  # of what takes more than minutes to fill
     "kvoffload.engine.queues.Reports.results": RESULTS,
     "kvoffload.engine.job.SimulatedTransferResult": RESULTS,
     "kvoffload.copiers.copier_set.CopierSet._selected": SELECTIONS,
-    "kvoffload.copiers.copier_set.Selection": SELECTIONS,
-    "kvoffload.copiers.selection.Choice": SELECTIONS,
+    "kvoffload.copiers.selection.Selection": 2 * SELECTIONS,
     "kvoffload.copiers.selection._choose": SELECTIONS,
     "kvoffload.tuning.costs.Shape": SELECTIONS,
 }

@@ -255,7 +255,7 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
 
 
 def submit(copier: Copier, work: Any, stream: int) -> None:
-    copier.stage(work, SourceOrder.STREAM)(stream, None)
+    copier.stage(work, SourceOrder.STREAM)(stream)
 
 
 # contexts

@@ -144,9 +144,9 @@ MUTATIONS = (
     Mutation(
         "staged-copies-are-overwritten-by-those-of-a-piece",
         "engine/launcher.py",
-        "submit(stream.handle, transfer.start if first else None)",
+        "submit(stream.handle)",
         "[each[1].stage(each[0].cut(0, 1), transfer.source_order) for each in transfer.shares[:1] if number]; "
-        "submit(stream.handle, transfer.start if first else None)",
+        "submit(stream.handle)",
         (f"{PACK}::test_groups_of_one_transfer_by_different_copiers",),
     ),
     Mutation(
