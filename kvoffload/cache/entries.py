@@ -15,7 +15,6 @@ An entry without a key that is still held is *doomed*: it is free when its last 
 from __future__ import annotations
 
 import enum
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -337,7 +336,7 @@ def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> N
 
 
 class Completion(Protocol):
-    """A transfer as a cache sees it; `kvoffload.Job` is one."""
+    """A transfer as a cache's records see it; `kvoffload.Job` is one. Handles use more of a job than this."""
 
     @property
     def finished(self) -> bool:
@@ -346,17 +345,6 @@ class Completion(Protocol):
     @property
     def error(self) -> BaseException | None:
         """Why it failed; None if it has not."""
-
-    @property
-    def done(self) -> bool:
-        """As `finished`, but asks the GPU."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Its engine's."""
-
-    def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on wait until it has ended."""
 
 
 class Journal(Protocol):

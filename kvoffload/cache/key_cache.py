@@ -431,7 +431,7 @@ class KeyCache:
         self._refusing()("drain")
         end = None if timeout is None else time.monotonic() + timeout
         # The loads first: one of them may be submitted in between, and is then in flight.
-        jobs = [*(() if tiers is None else tiers.loads()), *locked(self._records, CacheState.all_in_flight)]
+        jobs: list[Any] = [*(() if tiers is None else tiers.loads()), *locked(self._records, CacheState.all_in_flight)]
         try:
             wait_until(lambda: all(job.done for job in jobs), timeout, "transfers of a cache")
         except TimeoutError:

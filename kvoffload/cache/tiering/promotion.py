@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,22 +61,16 @@ class TierGet:
 class TierIo:
     """One key of a tier's job, which may still write an entry; a `Completion` for the index."""
 
-    __slots__ = ("_job", "_position", "lock")
+    __slots__ = ("_job", "_position")
 
     error = None
 
-    def __init__(self, job: TierJob, position: int, lock: threading.RLock) -> None:
-        self._job, self._position, self.lock = job, position, lock
+    def __init__(self, job: TierJob, position: int) -> None:
+        self._job, self._position = job, position
 
     @property
     def finished(self) -> bool:
         return self._job.outcomes[self._position] is not None
-
-    done = finished
-
-    def order_before(self, stream: Any) -> None:
-        """No stream waits for a tier: an entry that a tier fills cannot be read before that has ended."""
-        raise AssertionError(f"stream {stream!r} would wait for a tier")
 
 
 class PromotionRecord:
