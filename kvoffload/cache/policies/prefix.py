@@ -281,11 +281,11 @@ class Prefix(Policy):
         walks = partial(walk, self._run_of, protected, request, max(1, min(admitted - room, BATCH)))
         heads = self._heads(bounds, walks)
         while admitted - room > len(victims):
-            run, keys = next(heads, (None, []))
-            displaced_worth = -1.0 if run is None else self._model.worth(run.kind, self._now - run.time)
+            head, keys = next(heads, (None, []))
+            displaced_worth = -1.0 if head is None else self._model.worth(head.kind, self._now - head.time)
             while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
-            if run is None:
+            if head is None:
                 return None
             count = admitted - room - len(victims)
             victims += keys[:count]
