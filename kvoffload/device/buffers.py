@@ -19,12 +19,13 @@ from kvoffload.device.streams import stream_handle
 from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import ClosedError, DriverError
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.types import ArrayLike, UInt8Array
 from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
 from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
-class DeviceBuffer:
+class DeviceBuffer(Closing):
     """GPU memory, made by `Device.allocate`. A context manager.
 
     It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
@@ -140,12 +141,6 @@ class DeviceBuffer:
         """Raise ClosedError if the memory has been freed."""
         if not self._resource.alive:
             raise ClosedError(f"the buffer of {self.nbytes} bytes at {self.address:#x} is closed")
-
-    def __enter__(self) -> DeviceBuffer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "" if self._resource.alive else ", closed"

@@ -25,7 +25,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import new_lock, refuse_nested
-from kvoffload.internal.teardown import run_all
+from kvoffload.internal.teardown import Closing, run_all
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -111,7 +111,7 @@ def _load_driver(backend: Any) -> Driver:
     return driver
 
 
-class Device:
+class Device(Closing):
     """An open device, made by `open_device`. Usable from any thread; a context manager.
 
     Closing it drains and closes its engines, then frees the memory and streams that it made. A device that you forget
@@ -500,12 +500,6 @@ class Device:
 
     def __dir__(self) -> list[str]:
         return sorted(set(super().__dir__()) - _FOR_ENGINES)
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.simulated else ""

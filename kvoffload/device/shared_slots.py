@@ -34,7 +34,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import new_thread, refuse_waiting
-from kvoffload.internal.teardown import close_last, opened, received
+from kvoffload.internal.teardown import Closing, close_last, opened, received
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
 
@@ -46,7 +46,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # of all me
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-class SharedSlots:
+class SharedSlots(Closing):
     """Slots of one engine in memory that other processes map, too. A context manager.
 
     The constructor allocates all of the memory at once. In another process, use `receive`. Nothing here orders reads
@@ -202,12 +202,6 @@ class SharedSlots:
             self._listener.close()
             self._listener = self._thread = None
         close_last(self._files, len(self._files))
-
-    def __enter__(self) -> SharedSlots:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if not self._files else "offered" if self._listener is not None else "mapped"

@@ -19,6 +19,7 @@ from kvoffload.device.ownership import OpenDevice
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.waiting import wait_until
 
 STREAMS_PER_LANE = 4  # for copies
@@ -201,7 +202,7 @@ def raise_for_stream(error: DriverError, handle: int, name: str) -> NoReturn:
 # the caller's own stream ----------------------------------------------------------------------------------------------
 
 
-class Stream:
+class Stream(Closing):
     """A stream of a device. Work on it runs in the order in which it was queued. Made by `Device.stream`.
 
     Pass it wherever kvoffload takes a stream (`after=stream`, `job.order_before(stream)`), and to other libraries by
@@ -290,12 +291,6 @@ class Stream:
             if not error.sticky:
                 raise
             self._resource.drop()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "" if self._resource.alive else ", destroyed"

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import as_timeout
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
-from kvoffload.internal.teardown import run_all
+from kvoffload.internal.teardown import Closing, run_all
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout, ShardedLayout
@@ -62,7 +62,7 @@ class SlotGuard(Protocol):
         """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
 
-class Engine(Generic[_After, _Plan]):
+class Engine(Closing, Generic[_After, _Plan]):
     """The base of `OffloadEngine` and `ShardedEngine`. Each submits (`_requests`, `_submit`), asks which transfers have
     ended (`_track`) and handles streams (`order_job_before`) in its own way.
 
@@ -577,12 +577,6 @@ class Engine(Generic[_After, _Plan]):
     def closed(self) -> bool:
         """Whether the engine, or one of its devices, has been closed. Then it refuses transfers."""
         return any(shard.closed for shard in self._shards)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # looking ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,20 @@ from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat, tee
 from operator import itemgetter
-from typing import Any
+from typing import Any, Self
+
+
+class Closing:
+    """An object that is closed at the end of a `with` block."""
+
+    __slots__ = ()
+    close: Callable[..., object]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def run_all(steps: Iterable[Callable[[], None]]) -> None:
