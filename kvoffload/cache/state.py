@@ -443,18 +443,16 @@ class CacheState:
         used: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
+        self.consistent = False
         if self.sessions is not None:
-            self.consistent = False
             self.sessions.shared(used, None if opened is None else opened.of_session)
         one = len(pools.all) == 1
         split = ((pools.all[0], used),) if one else pools.split(used, list(map(table.pool_of.__getitem__, entries)))
         for pool, mine in split:
             if pool.beside is not None and self.sessions is not None:
-                self.consistent = False
                 self.sessions.asked(pool, mine)
                 if pool.released:
                     continue
-            self.consistent = False
             pool.stale = True
             (pool.policy if opened is None else pool.policy_for(opened)).load(mine)
             pool.stale = False
@@ -471,8 +469,8 @@ class CacheState:
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
         split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers(used))
+        self.consistent = False
         for pool, mine in split if table.capacity else ():
-            self.consistent = False
             if pool.released and self.sessions is not None:
                 self.sessions.asked(pool, [key for key in mine if key in table.of])
                 continue
@@ -480,7 +478,6 @@ class CacheState:
             pool.policy.touch(mine)
             pool.stale = False
         if self.sessions is not None:
-            self.consistent = False
             if isinstance(of_session, SessionRequest):
                 self.sessions.ended(of_session, used)
             else:

@@ -19,6 +19,7 @@ from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.waiting import wait_until
 
 _R = TypeVar("_R")
+_CALL_AT_ONCE: WhenDone = Callbacks().add  # what follows a promotion without tiers, which has ended when it is made
 
 
 class Tiers(Protocol):
@@ -188,7 +189,7 @@ class Promotion(Waitable[int]):
         self.keys = tuple(record.keys)
         self._record = record
         self._tiers = tiers
-        self._when_done: WhenDone = _call_at_once if tiers is None else tiers.when_done
+        self._when_done = _CALL_AT_ONCE if tiers is None else tiers.when_done
         self._load_after = load_after
 
     @property
@@ -264,11 +265,6 @@ class Promotion(Waitable[int]):
     def __repr__(self) -> str:
         state = "done" if self.done else "going on"
         return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
-
-
-def _call_at_once(ended: Waitable[Any], callback: Callable[[Any], object]) -> None:
-    """Call what follows a promotion without tiers, which has ended when it is made."""
-    Callbacks().add(ended, callback)
 
 
 class PromotedLoad(Waitable[_R]):
