@@ -245,41 +245,6 @@ class EntryTable:
             return record.keys
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
-    def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], Sequence[int]]:
-        """Change derived state when the entries of a record have been filled.
-
-        Returns the keys that were not removed meanwhile, and their entries.
-        """
-        of, pending, holds, writable, removed = self.of, self.pending, self.holds, self.writable, False
-        indices = record.indices
-        for place, key in enumerate(record.keys):
-            index = indices[place]
-            writable.discard(index)
-            if of.get(key) != index:
-                self.release((index,))
-                removed = True
-                continue
-            del pending[key]
-            if holds[index] == 1:
-                del holds[index]  # it has its key, so it is not doomed
-            else:
-                holds[index] -= 1
-        if not removed:
-            return record.keys, indices
-        mine = self.still_mine(record)
-        return mine, list(map(of.__getitem__, mine))
-
-    def end(self, record: ReservationRecord, mine: list[bytes], held: bool) -> None:
-        """Change derived state when a record has failed whose keys are `mine`. `held`: transfers may still write the
-        entries.
-        """
-        pending, indices = self.pending, record.indices
-        for key in mine:
-            del pending[key]
-        self.writable.difference_update(indices)
-        if not held:
-            self.release(indices)
-
     # holders ------------------------------------------------------------------------------------------------------
 
     def release(self, indices: Collection[int]) -> None:

@@ -327,33 +327,35 @@ class CacheState:
 
     def settle(self, record: ReservationRecord, well: bool) -> None:
         """Make the keys hits, or missing; the entries stay held while transfers may still write them."""
-        table = self.table
+        table, pending = self.table, self.table.pending
         if record not in table.reservations:
             return
         self.consistent = False
-        if well:
-            if self.coded:
-                self.decline_unfit(record, record.unfit)
-            record.stage = COMMITTED
+        if well and self.coded:
+            self.decline_unfit(record, record.unfit)
+        record.stage = COMMITTED if well else ABORTED
+        mine = table.still_mine(record)
+        held = not (well or record.transfers_ended)
+        if not well:
+            self._unlink(mine)
+        if held:
+            self.awaited[record] = None
+        else:
             table.reservations.discard(record)
-            mine, indices = table.fulfil(record)
+        for key in mine:
+            del pending[key]
+        table.writable.difference_update(record.indices)
+        if not held:
+            table.release(record.indices)
+        if well:
+            indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
             if self.journal is not None:
                 self.journal.filled(indices)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)
-        else:
-            record.stage = ABORTED
-            mine = table.still_mine(record)
-            held = not record.transfers_ended
-            self._unlink(mine)
-            if held:
-                self.awaited[record] = None
-            else:
-                table.reservations.discard(record)
-            table.end(record, mine, held)
-            if mine and not record.promoted:
-                self.recorder.note("failed", mine, record.tenant)
+        elif mine and not record.promoted:
+            self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
 
