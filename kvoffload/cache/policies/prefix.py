@@ -240,22 +240,20 @@ class Prefix(Policy):
             self._recency.leave(old, count)
 
     def _learn(self) -> None:
+        """Have the model learn from all blocks that wait; in a long queue every `step`-th run stands for its
+        neighbours.
+        """
         self._next_round = self._asked + self._round
+        waiting = [Survivors(run.kind, self._now - run.time, count) for run, count in self._gone.survivors()]
         for kind, queue in enumerate(self._queues):
-            self._queues[kind] = OrderedDict.fromkeys(run for run in queue if run.live)
-            for run in self._queues[kind]:
+            self._queues[kind] = living = OrderedDict.fromkeys(run for run in queue if run.live)
+            for run in living:
                 if 2 * run.live < len(run.keys):
                     run.keys = [key for key in run.keys if self._run_of.get(key) is run]
-        self._model.learn(self._survivors())
-
-    def _survivors(self) -> Iterator[Survivors]:
-        """Yield all blocks that wait; in a long queue every `step`-th run stands for its neighbours."""
-        for queue in self._queues:
-            step = max(1, len(queue) // _SAMPLE)
-            for run in islice(queue, 0, None, step):
-                yield Survivors(run.kind, self._now - run.time, run.live * step)
-        for run, count in self._gone.survivors():
-            yield Survivors(run.kind, self._now - run.time, count)
+            step = max(1, len(living) // _SAMPLE)
+            for run in islice(living, 0, None, step):
+                waiting.append(Survivors(run.kind, self._now - run.time, run.live * step))
+        self._model.learn(waiting)
 
     # evicting -----------------------------------------------------------------------------------------------------
 
