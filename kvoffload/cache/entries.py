@@ -130,10 +130,6 @@ class ReservationRecord(_WithTransfers):
     jobs: tuple[Completion, ...] = ()
     watch: HandleWatch | None = None
 
-    @property
-    def awaits_transfers(self) -> bool:
-        return self.stage is not OPEN
-
 
 class LeaseRecord(_WithTransfers):
     """The index's record of a lease, or of a load.
@@ -160,10 +156,6 @@ class LeaseRecord(_WithTransfers):
         self.groups = groups
         self.jobs = ()
         self.watch: HandleWatch | None = None
-
-    @property
-    def awaits_transfers(self) -> bool:
-        return self.released
 
 
 Record = ReservationRecord | LeaseRecord

@@ -251,8 +251,8 @@ class Prefix(Policy):
                 if 2 * run.live < len(run.keys):
                     run.keys = [key for key in run.keys if self._run_of.get(key) is run]
             step = max(1, len(living) // _SAMPLE)
-            for run in islice(living, 0, None, step):
-                waiting.append(Survivors(run.kind, self._now - run.time, run.live * step))
+            some = islice(living, 0, None, step)
+            waiting += [Survivors(run.kind, self._now - run.time, run.live * step) for run in some]
         self._model.learn(waiting)
 
     # evicting -----------------------------------------------------------------------------------------------------
