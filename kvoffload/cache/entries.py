@@ -15,7 +15,6 @@ An entry without a key that is still held is *doomed*: it is free when its last 
 from __future__ import annotations
 
 import enum
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -131,10 +130,6 @@ class ReservationRecord(_WithTransfers):
     jobs: tuple[Completion, ...] = ()
     watch: HandleWatch | None = None
 
-    @property
-    def awaits_transfers(self) -> bool:
-        return self.stage is not OPEN
-
 
 class LeaseRecord(_WithTransfers):
     """The index's record of a lease, or of a load.
@@ -161,10 +156,6 @@ class LeaseRecord(_WithTransfers):
         self.groups = groups
         self.jobs = ()
         self.watch: HandleWatch | None = None
-
-    @property
-    def awaits_transfers(self) -> bool:
-        return self.released
 
 
 Record = ReservationRecord | LeaseRecord
@@ -246,41 +237,6 @@ class EntryTable:
             return record.keys
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
-    def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], Sequence[int]]:
-        """Change derived state when the entries of a record have been filled.
-
-        Returns the keys that were not removed meanwhile, and their entries.
-        """
-        of, pending, holds, writable, removed = self.of, self.pending, self.holds, self.writable, False
-        indices = record.indices
-        for place, key in enumerate(record.keys):
-            index = indices[place]
-            writable.discard(index)
-            if of.get(key) != index:
-                self.release((index,))
-                removed = True
-                continue
-            del pending[key]
-            if holds[index] == 1:
-                del holds[index]  # it has its key, so it is not doomed
-            else:
-                holds[index] -= 1
-        if not removed:
-            return record.keys, indices
-        mine = self.still_mine(record)
-        return mine, list(map(of.__getitem__, mine))
-
-    def end(self, record: ReservationRecord, mine: list[bytes], held: bool) -> None:
-        """Change derived state when a record has failed whose keys are `mine`. `held`: transfers may still write the
-        entries.
-        """
-        pending, indices = self.pending, record.indices
-        for key in mine:
-            del pending[key]
-        self.writable.difference_update(indices)
-        if not held:
-            self.release(indices)
-
     # holders ------------------------------------------------------------------------------------------------------
 
     def release(self, indices: Collection[int]) -> None:
@@ -337,7 +293,7 @@ def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> N
 
 
 class Completion(Protocol):
-    """A transfer as a cache sees it; `kvoffload.Job` is one."""
+    """A transfer as a cache's records see it; `kvoffload.Job` is one. Handles use more of a job than this."""
 
     @property
     def finished(self) -> bool:
@@ -346,17 +302,6 @@ class Completion(Protocol):
     @property
     def error(self) -> BaseException | None:
         """Why it failed; None if it has not."""
-
-    @property
-    def done(self) -> bool:
-        """As `finished`, but asks the GPU."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Its engine's."""
-
-    def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on wait until it has ended."""
 
 
 class Journal(Protocol):

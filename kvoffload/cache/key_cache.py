@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
 
 from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import Status, check_keys, watch
@@ -37,6 +37,7 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRe
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import as_timeout, at_least, flag, shown, to_wait
 from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.waiting import wait_until
 
 if TYPE_CHECKING:  # what is imported where there are tiers
@@ -73,7 +74,7 @@ class KeyCacheOptions(NamedTuple):
     on_event: Callable[[CacheEvent], None] | None
 
 
-class KeyCache:
+class KeyCache(Closing):
     """The part of a prefix cache that moves no bytes between a device and the host. Usable from any thread.
 
     Look-ups made inside another call in the same thread (see `internal.nesting`) answer from the truth and count
@@ -431,7 +432,7 @@ class KeyCache:
         self._refusing()("drain")
         end = None if timeout is None else time.monotonic() + timeout
         # The loads first: one of them may be submitted in between, and is then in flight.
-        jobs = [*(() if tiers is None else tiers.loads()), *locked(self._records, CacheState.all_in_flight)]
+        jobs: list[Any] = [*(() if tiers is None else tiers.loads()), *locked(self._records, CacheState.all_in_flight)]
         try:
             wait_until(lambda: all(job.done for job in jobs), timeout, "transfers of a cache")
         except TimeoutError:
@@ -492,12 +493,6 @@ class KeyCache:
         """
         foreign = self._asks is not None and self._asks.devices[0].foreign  # the threads are in the parent
         return self._tiers is None or foreign or self._tiers.close(timeout)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # looking ------------------------------------------------------------------------------------------------------
 

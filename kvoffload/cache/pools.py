@@ -381,8 +381,6 @@ class ReuseFilter:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, keys: Iterable[bytes]) -> None:
-        if not self.store_after:
-            return
         for key in keys:
             self._seen[key] = self._seen.get(key, 0) + 1
             self._seen.move_to_end(key)

@@ -60,6 +60,7 @@ def refuse(owner: Guarded, argument: object) -> Any:
 
 
 def end_later(owner: Guarded, record: Record) -> None:
+    """Have the next call of the index abort or release a record; ignored if it has ended."""
     owner._state.abandoned.append(record)
 
 
@@ -300,9 +301,7 @@ class RecordCalls:
 
         locked(self, step)
 
-    def abandon(self, record: Record) -> None:
-        """Have the next call of the index abort or release a record; ignored if it has ended."""
-        self._state.abandoned.append(record)
+    abandon = end_later
 
     @partial(guarded, nested=lambda *_: None)
     def settle_ended(self, _: None) -> None:
@@ -399,7 +398,14 @@ class RecordCalls:
         state.publish(record)
         state.fill(record)
         state.consistent = False
-        parts = _split(state.table, record)
+        table, parts = state.table, list[ReservationRecord]()
+        for key, place, index in zip(record.keys, record.positions, record.indices, strict=True):
+            part = ReservationRecord(record.pool, record.tenant, [key], (place,), [], [], record.policy, record.groups)
+            part.indices, part.promoted = [index], True
+            parts.append(part)
+        table.reservations.update(parts)
+        table.reservations.discard(record)
+        table.pending.update(zip(record.keys, parts, strict=True))
         state.consistent = True
         return parts
 
@@ -483,19 +489,6 @@ class RecordCalls:
         if state.filter.store_after:
             state.filter.note(key for key in keys[found:] if key not in state.table.of)
         state.recorder.note_promotion(keys, found, in_tiers)
-
-
-def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationRecord]:
-    """Put a record for each key in the place of an open one."""
-    parts = []
-    for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-        part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], record.policy, record.groups)
-        part.indices, part.promoted = [index], record.promoted
-        parts.append(part)
-    table.reservations.update(parts)
-    table.reservations.discard(record)
-    table.pending.update(zip(record.keys, parts, strict=True))
-    return parts
 
 
 def leading(table: EntryTable, keys: list[bytes]) -> int:

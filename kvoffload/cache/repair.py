@@ -18,14 +18,15 @@ def repair(table: EntryTable, pools: Pools, in_order: set[Record]) -> dict[Recor
         The other records that wait for transfers.
     """
     rebuild(table)
-    unsettled: list[Record] = [*table.reservations, *table.leases]
+    waiting: list[Record] = [record for record in table.reservations if record.stage is not Stage.OPEN]
+    waiting += [lease for lease in table.leases if lease.released]
     mine: list[list[bytes]] = [[] for _ in pools.all]
     for index, key in enumerate(table.keys):
         if key is not None:
             mine[table.pool_of[index]].append(key)
     for pool, keys in zip(pools.all, mine, strict=True):
         pool.restore(keys)
-    return {record: None for record in unsettled if record not in in_order and record.awaits_transfers}
+    return {record: None for record in waiting if record not in in_order}
 
 
 def rebuild(table: EntryTable) -> None:

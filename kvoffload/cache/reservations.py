@@ -203,7 +203,7 @@ class Lease:
         """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
         self._records.release(self._record)
 
-    def _jobs(self) -> list[Completion]:
+    def _jobs(self) -> list[Any]:
         return [job for source in self._record.sources for job in source.jobs]
 
     def __enter__(self) -> Lease:

@@ -327,33 +327,35 @@ class CacheState:
 
     def settle(self, record: ReservationRecord, well: bool) -> None:
         """Make the keys hits, or missing; the entries stay held while transfers may still write them."""
-        table = self.table
+        table, pending = self.table, self.table.pending
         if record not in table.reservations:
             return
         self.consistent = False
-        if well:
-            if self.coded:
-                self.decline_unfit(record, record.unfit)
-            record.stage = COMMITTED
+        if well and self.coded:
+            self.decline_unfit(record, record.unfit)
+        record.stage = COMMITTED if well else ABORTED
+        mine = table.still_mine(record)
+        held = not (well or record.transfers_ended)
+        if not well:
+            self._unlink(mine)
+        if held:
+            self.awaited[record] = None
+        else:
             table.reservations.discard(record)
-            mine, indices = table.fulfil(record)
+        for key in mine:
+            del pending[key]
+        table.writable.difference_update(record.indices)
+        if not held:
+            table.release(record.indices)
+        if well:
+            indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
             if self.journal is not None:
                 self.journal.filled(indices)
             self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
             if self.filter.store_after:
                 self.filter.forget(mine)
-        else:
-            record.stage = ABORTED
-            mine = table.still_mine(record)
-            held = not record.transfers_ended
-            self._unlink(mine)
-            if held:
-                self.awaited[record] = None
-            else:
-                table.reservations.discard(record)
-            table.end(record, mine, held)
-            if mine and not record.promoted:
-                self.recorder.note("failed", mine, record.tenant)
+        elif mine and not record.promoted:
+            self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
 
@@ -443,18 +445,16 @@ class CacheState:
         used: list[bytes] = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
         if not used:
             return
+        self.consistent = False
         if self.sessions is not None:
-            self.consistent = False
             self.sessions.shared(used, None if opened is None else opened.of_session)
         one = len(pools.all) == 1
         split = ((pools.all[0], used),) if one else pools.split(used, list(map(table.pool_of.__getitem__, entries)))
         for pool, mine in split:
             if pool.beside is not None and self.sessions is not None:
-                self.consistent = False
                 self.sessions.asked(pool, mine)
                 if pool.released:
                     continue
-            self.consistent = False
             pool.stale = True
             (pool.policy if opened is None else pool.policy_for(opened)).load(mine)
             pool.stale = False
@@ -471,8 +471,8 @@ class CacheState:
             entries = [table.of[key] for key in used if key in table.of]
         self.recorder.note_touched(entries, len(used))
         split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, table.pool_numbers(used))
+        self.consistent = False
         for pool, mine in split if table.capacity else ():
-            self.consistent = False
             if pool.released and self.sessions is not None:
                 self.sessions.asked(pool, [key for key in mine if key in table.of])
                 continue
@@ -480,7 +480,6 @@ class CacheState:
             pool.policy.touch(mine)
             pool.stale = False
         if self.sessions is not None:
-            self.consistent = False
             if isinstance(of_session, SessionRequest):
                 self.sessions.ended(of_session, used)
             else:

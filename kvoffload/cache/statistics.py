@@ -221,7 +221,10 @@ class StatisticsRecorder:
         now, each = time.monotonic(), self._stored_at_each
         for entry in entries:  # numpy takes as long for many, and longer for few
             each[entry] = now
-        self.note("promoted" if promoted else "stored", keys, tenant)
+        kind: EventKind = "promoted" if promoted else "stored"
+        self._counts[kind, tenant] += len(keys)
+        if self._on_event is not None:
+            self.announce(kind, keys, tenant)
 
     def note_unfit(self, keys: Sequence[bytes], tenant: str) -> None:
         self.unfit += len(keys)

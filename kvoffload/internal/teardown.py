@@ -16,10 +16,10 @@ from typing import Any, Self
 
 
 class Closing:
-    """A context manager: leaving the block closes it."""
+    """An object that is closed at the end of a `with` block."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    __slots__ = ()
+    close: Callable[..., object]
 
     def __enter__(self) -> Self:
         return self

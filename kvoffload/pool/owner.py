@@ -34,6 +34,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, reason, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import begin_thread, new_lock, new_thread, refuse_waiting
+from kvoffload.internal.teardown import Closing
 from kvoffload.pool import messages
 from kvoffload.pool.member_calls import OPERATIONS, Message
 from kvoffload.pool.messages import MOST_TEXT, MessageError, Operation, OtherMemoryError, datagrams
@@ -55,7 +56,7 @@ _MOST_CONNECTIONS = 1024
 RegionKey = tuple[bytes, bytes, int]
 
 
-class PoolOwner:
+class PoolOwner(Closing):
     """Owns the memory and the index of a pool, and serves members from a thread until `close`. A context manager.
 
     Args:
@@ -156,12 +157,6 @@ class PoolOwner:
             refuse_waiting("statistics")
             self._post(count)
         return counted.result()
-
-    def __enter__(self) -> PoolOwner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"PoolOwner({self.path!r:.80}, {len(self._regions)} regions, {len(self._members)} connections)"

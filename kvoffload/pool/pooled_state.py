@@ -219,8 +219,7 @@ class PooledState(CacheState):
         Args:
             loads: the number of the request that is about to load all of them; 0: of none.
         """
-        self.proposed = lease = LeaseRecord(keys, [], ())
-        lease.groups = self.num_groups
+        self.proposed = lease = LeaseRecord(keys, [], (), self.num_groups)
         if not keys:
             return lease
         source = self.fetched
@@ -261,8 +260,7 @@ class PooledState(CacheState):
         if found < len(keys):
             self.end(lease)
             if not self.pool.connected:  # what another lease of this member holds is there without the owner, too
-                self.proposed = lease = LeaseRecord(keys, [], ())
-                lease.groups = self.num_groups
+                self.proposed = lease = LeaseRecord(keys, [], (), self.num_groups)
                 for source, (_, number) in list(self.numbers.items()):
                     if isinstance(source, LeaseRecord) and number > self._removed and self._shares(lease, source):
                         return lease

@@ -204,7 +204,7 @@ class Region:
         self.memory = memory
         self.members: set[Member] = set()
         self.removals = Removals()
-        self.gone: dict[int, Any] = {}  # of `Alive`, as a `Completion`
+        self.gone: dict[int, Alive] = {}
         self.writer, self._sequence = OWNER, 0
         self.filled, self.removed = memory.ready, memory.gone  # with `reserved` the index's journal
         with ExitStack() as opened:

@@ -43,7 +43,7 @@ from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, in_ours, new_lock, new_thread, refuse_waiting, run_outside
-from kvoffload.internal.teardown import opened
+from kvoffload.internal.teardown import Closing, opened
 from kvoffload.pool import messages, watching
 from kvoffload.pool.messages import Grant, Operation
 from kvoffload.pool.pool_memory import Meaning, PoolMemory, RowLayout, close_files, receive
@@ -62,7 +62,7 @@ MOST_UNSENT = 65_536  # messages
 _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
-class SharedPool:
+class SharedPool(Closing):
     """An engine's membership in a pool, made by `attach`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
@@ -252,12 +252,6 @@ class SharedPool:
             self._thread.join()
         with self._calls, self._lock:
             close_files(self._wakeup)
-
-    def __enter__(self) -> SharedPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "without an owner"

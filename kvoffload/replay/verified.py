@@ -30,6 +30,7 @@ from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
+from kvoffload.internal.teardown import Closing
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
@@ -86,7 +87,7 @@ class _Clock:
             self.seconds += time.perf_counter() - begin
 
 
-class VerifiedCache:
+class VerifiedCache(Closing):
     """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
 
     Args:
@@ -323,12 +324,6 @@ class VerifiedCache:
         self._patterns.close()
         self.engine.close()
         self._staging.close()
-
-    def __enter__(self) -> VerifiedCache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:

@@ -50,7 +50,7 @@ CALLS = {
     "engine.store": Limit(37, "check, plan, select, order, enqueue; six are of the driver"),
     "engine.load": Limit(38, "as a store, and in which order the slots may be read"),
     "cache.store": Limit(61, "a store, and the reservation that it fills"),
-    "cache.store, evicting": Limit(130, "half of it is the default policy's search for what is worth least"),
+    "cache.store, evicting": Limit(121, "half of it is the default policy's search for what is worth least"),
     "cache.load": Limit(59, "a load, and the lease of what it reads; `prefix` notes what recency would have found"),
     "cache.fetch": Limit(
         109, "a load, the lease that holds its keys before it is submitted, and the look-up it counts as"

@@ -288,7 +288,7 @@ MUTATIONS = (
     Mutation(
         "the-slots-of-an-abandoned-reservation-are-free-at-once",
         "cache/state.py",
-        "held = not record.transfers_ended",
+        "held = not (well or record.transfers_ended)",
         "held = False",
         (f"{TRUTH}::test_the_entries_of_an_abandoned_reservation_wait_for_transfers_in_flight",),
     ),
@@ -380,8 +380,8 @@ MUTATIONS = (
     Mutation(
         "residency-counts-from-an-earlier-key",
         "cache/statistics.py",
-        "            each[entry] = now\n        self.note(",
-        "            each[entry] = each[entry] or now\n        self.note(",
+        "            each[entry] = now\n        kind: EventKind",
+        "            each[entry] = each[entry] or now\n        kind: EventKind",
         (f"{INDEX}::test_how_long_evicted_keys_had_been_there",),
     ),
     Mutation(

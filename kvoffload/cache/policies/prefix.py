@@ -42,7 +42,6 @@ SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at le
 
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Bound: TypeAlias = tuple[float, int]
-ChainWorths: TypeAlias = list[list[float]]
 
 
 class Run:
@@ -80,7 +79,6 @@ class Prefix(Policy):
         self._declines = declines
         self._model = ReuseModel(capacity)
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
-        self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
         self._recency = Recency(capacity)
         self._gone = _Ghosts(max(FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
@@ -242,22 +240,20 @@ class Prefix(Policy):
             self._recency.leave(old, count)
 
     def _learn(self) -> None:
+        """Have the model learn from all blocks that wait; in a long queue every `step`-th run stands for its
+        neighbours.
+        """
         self._next_round = self._asked + self._round
+        waiting = [Survivors(run.kind, self._now - run.time, count) for run, count in self._gone.survivors()]
         for kind, queue in enumerate(self._queues):
-            self._queues[kind] = OrderedDict.fromkeys(run for run in queue if run.live)
-            for run in self._queues[kind]:
+            self._queues[kind] = living = OrderedDict.fromkeys(run for run in queue if run.live)
+            for run in living:
                 if 2 * run.live < len(run.keys):
                     run.keys = [key for key in run.keys if self._run_of.get(key) is run]
-        self._model.learn(self._survivors())
-
-    def _survivors(self) -> Iterator[Survivors]:
-        """Yield all blocks that wait; in a long queue every `step`-th run stands for its neighbours."""
-        for queue in self._queues:
-            step = max(1, len(queue) // _SAMPLE)
-            for run in islice(queue, 0, None, step):
-                yield Survivors(run.kind, self._now - run.time, run.live * step)
-        for run, count in self._gone.survivors():
-            yield Survivors(run.kind, self._now - run.time, count)
+            step = max(1, len(living) // _SAMPLE)
+            some = islice(living, 0, None, step)
+            waiting += [Survivors(run.kind, self._now - run.time, run.live * step) for run in some]
+        self._model.learn(waiting)
 
     # evicting -----------------------------------------------------------------------------------------------------
 
@@ -272,7 +268,7 @@ class Prefix(Policy):
         """
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        bounds = self._bounds.of(self._queues, self._model.chain_worths, self._now)
+        bounds = self._lower_bounds()
         if admitted - room == 1 and bounds:
             run: Run = next(iter(self._queues[min(bounds)[1]]))
             key = run.keys[-1] if run.keys else b""
@@ -280,17 +276,61 @@ class Prefix(Policy):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
                 return Room(admitted, [key])
-        batches = partial(walk, self._run_of, protected, request, max(1, min(admitted - room, BATCH)))
-        heads = Heads(self._queues, self._model.chain_worths, self._now, bounds, batches)
+        walks = partial(walk, self._run_of, protected, request, max(1, min(admitted - room, BATCH)))
+        heads = self._heads(bounds, walks)
         while admitted - room > len(victims):
-            head = heads.lowest()
-            displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
+            head, keys = next(heads, (None, []))
+            displaced_worth = -1.0 if head is None else self._model.worth(head.kind, self._now - head.time)
             while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
             if head is None:
                 return None
-            victims += head.take(admitted - room - len(victims))
+            count = admitted - room - len(victims)
+            victims += keys[:count]
+            del keys[:count]
         return Room(admitted, victims)
+
+    def _lower_bounds(self) -> list[Bound]:
+        """Return the chain worth of the first run in each queue, which is a lower bound for the later ones, and the
+        queue's kind.
+        """
+        chain_worths, now, bounds = self._model.chain_worths, self._now, list[Bound]()
+        for kind, queue in enumerate(self._queues):
+            if queue:
+                time = next(iter(queue)).time
+                worth = time if chain_worths is None else chain_worths[kind][bisect_right(EDGES, now - time) - 1]
+                bounds.append((worth, kind))
+        return bounds
+
+    def _heads(
+        self, bounds: list[Bound], walks: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]]
+    ) -> Iterator[tuple[Run, list[bytes]]]:
+        """Yield the run of the lowest chain worth, with keys that may be evicted; the caller takes keys out of the list
+        before it asks for the next. Keys of a queue are looked at only if its bound is the lowest.
+
+        1. The queue with the lowest bound has no such key left: it drops out.
+        2. Its head is worth the bound itself: that is the lowest.
+        3. Its head is worth more: the bound rises to that, and the lowest is looked for again.
+        """
+        chain_worths, now = self._model.chain_worths, self._now
+        walk_of: dict[int, Iterator[tuple[Run, list[bytes]]]] = {}
+        head_of: dict[int, tuple[Run, list[bytes]]] = {}
+        while bounds:
+            bound = min(bounds)
+            kind = bound[1]
+            if kind not in head_of or not head_of[kind][1]:
+                mine = walk_of.get(kind) or walk_of.setdefault(kind, walks(self._queues[kind]))
+                head = next(mine, None)
+                if head is None:
+                    bounds.remove(bound)
+                    continue
+                head_of[kind] = head
+            run, _ = head_of[kind]
+            worth = run.time if chain_worths is None else chain_worths[kind][bisect_right(EDGES, now - run.time) - 1]
+            if worth == bound[0]:
+                yield head_of[kind]
+            else:
+                bounds[bounds.index(bound)] = worth, kind
 
     def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
         """Return the worth of newcomers on arrival; with `ends` the last is the end of its request."""
@@ -404,105 +444,6 @@ def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple
 def _count_neighbours(runs: Iterable[Run]) -> list[tuple[Run, int]]:
     """Count how often each run follows itself."""
     return [(run, len(list(same))) for run, same in groupby(runs)]
-
-
-class LowerBounds:
-    """The chain worth of the first run in each queue: a lower bound for the later ones.
-
-    It changes when another run comes first, or the run's age reaches another range; until then it is kept.
-    """
-
-    def __init__(self) -> None:
-        self._chain_worths: ChainWorths | None = None
-        self._known: list[tuple[int, float, float]]  # by kind: of a run of this time, until this moment, its bound
-
-    def of(self, queues: list[Queue], chain_worths: ChainWorths | None, now: int) -> list[Bound]:
-        """Return the bound and the kind of each queue that is not empty."""
-        if chain_worths is None:
-            return [(next(iter(queue)).time, kind) for kind, queue in enumerate(queues) if queue]
-        if chain_worths is not self._chain_worths:
-            self._chain_worths, self._known = chain_worths, [(0, 0, 0.0)] * len(queues)
-        found: list[Bound] = []
-        for kind, queue in enumerate(queues):
-            if not queue:
-                continue
-            time = next(iter(queue)).time
-            known_time, until, bound = self._known[kind]
-            if time != known_time or now >= until:
-                place = bisect_right(EDGES, now - time)
-                until = time + EDGES[place] if place < len(EDGES) else inf
-                bound = chain_worths[kind][place - 1]
-                self._known[kind] = time, until, bound
-            found.append((bound, kind))
-        return found
-
-
-class Heads:
-    """The head of each queue, from which keys are evicted.
-
-    Within a queue the chain worth falls with age, so the first run's is a lower bound for the head. Keys of a queue are
-    looked at only if its bound is the lowest. Ages are counted from `now`.
-    """
-
-    def __init__(
-        self,
-        queues: list[Queue],
-        chain_worths: ChainWorths | None,
-        now: int,
-        bounds: list[Bound],
-        walk: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]],
-    ) -> None:
-        self._queues = queues
-        self._walk = walk
-        self._chain_worths = chain_worths
-        self._now = now
-        self._bounds = bounds
-        self._heads: dict[int, _Head] = {}
-
-    def lowest(self) -> _Head | None:
-        """Return the head of the lowest chain worth, advanced to keys that may be evicted; None if there are none.
-
-        1. The queue with the lowest bound has no such key left: it drops out.
-        2. Its head is worth the bound itself: that is the lowest.
-        3. Its head is worth more: the bound rises to that, and the lowest is looked for again.
-        """
-        bounds, heads = self._bounds, self._heads
-        while bounds:
-            bound = min(bounds)
-            kind = bound[1]
-            head = heads.get(kind) or heads.setdefault(kind, _Head(self._walk(self._queues[kind])))
-            if not head.advance():
-                bounds.remove(bound)
-                continue
-            worth: float = head.run.time
-            if self._chain_worths is not None:
-                worth = self._chain_worths[kind][bisect_right(EDGES, self._now - head.run.time) - 1]
-            if worth == bound[0]:
-                return head
-            bounds[bounds.index(bound)] = worth, kind
-        return None
-
-
-class _Head:
-    """The keys of one queue that may be evicted, one batch after another. Changes nothing."""
-
-    def __init__(self, batches: Iterator[tuple[Run, list[bytes]]]) -> None:
-        self._batches = batches
-        self._keys: list[bytes] = []
-        self.run: Run
-
-    def advance(self) -> bool:
-        """Advance to the next keys that may be evicted, in this run or a later one; False at the end."""
-        if not self._keys:
-            found = next(self._batches, None)
-            if found is None:
-                return False
-            self.run, self._keys = found
-        return True
-
-    def take(self, count: int) -> list[bytes]:
-        taken, self._keys = self._keys[:count], self._keys[count:]
-        return taken
 
 
 def walk(

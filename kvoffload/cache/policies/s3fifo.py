@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse, repeat
+from itertools import chain, filterfalse, repeat
 from typing import NamedTuple
 
 from kvoffload.cache.policies.base import Protected
@@ -106,60 +106,33 @@ class S3FIFO(TwoQueues):
         return f"S3FIFO({len(self)} of {self._capacity} keys: {sizes})"
 
     def _choose(self, limits: Iterable[int], protected: Protected, places: Places = (None, None)) -> list[bytes] | None:
-        """Choose a key of the small queue while that has at least as many keys as the limit, else of the main queue."""
-        search = _Search(self, protected, places)
-        victims = list[bytes]()
+        """Choose a key of the small queue while that has at least as many keys as the limit, else of the main queue.
+        Keys that were used since go to the end of the main queue, instead of being evicted. Changes nothing.
+        """
+        small = filterfalse(protected, self._open1.oldest_first(places[0]))
+        main = filterfalse(protected, self._open2.oldest_first(places[1]))
+        opened, left = self._open1.opened_of, len(self._open1)
+        victims, ghosts, moved = list[bytes](), list[bytes](), OrderedDict[bytes, int]()
         for limit in limits:
-            key = search.find(limit)
-            if key is None:
-                return None
+            while True:
+                key = next(chain(main, moved, small) if left < limit else chain(small, main, moved), None)
+                if key is None:
+                    return None
+                if key in opened or (key in self._small and key not in moved):
+                    left -= 1
+                    value = self._small.get(key, 0)  # 0: of an open request, not used since it was inserted
+                    if _uses(value) <= 1:
+                        ghosts.append(key)
+                        break
+                    moved[key] = value & _COUNTED
+                else:
+                    value = moved.pop(key) if key in moved else self._main.get(key, 0)  # 0: of an open request
+                    if not _uses(value):
+                        break
+                    moved[key] = value - 1
             victims.append(key)
-        self._plan = _Plan(tuple(victims), search.ghosts, search.moved)
+        self._plan = _Plan(tuple(victims), ghosts, moved)
         return victims
-
-
-class _Search:
-    """Eviction from the two queues, without changing them."""
-
-    def __init__(self, policy: S3FIFO, protected: Protected, places: Places) -> None:
-        self._small, self._open_small = policy._small, policy._open1.opened_of
-        self._main = policy._main
-        self._small_keys = filterfalse(protected, policy._open1.oldest_first(places[0]))
-        self._main_keys = filterfalse(protected, policy._open2.oldest_first(places[1]))
-        self._left = len(policy._open1)
-        self.ghosts: list[bytes] = []
-        self.moved: OrderedDict[bytes, int] = OrderedDict()
-
-    def find(self, limit: int) -> bytes | None:
-        while (key := self._next(limit)) is not None:
-            if key in self._open_small:  # not used since it was inserted
-                self._left -= 1
-                self.ghosts.append(key)
-                return key
-            if key in self._small and key not in self.moved:
-                self._left -= 1
-                if _uses(self._small[key]) <= 1:
-                    self.ghosts.append(key)
-                    return key
-                self.moved[key] = self._small[key] & _COUNTED
-            else:
-                value = self.moved.pop(key) if key in self.moved else self._main.get(key, 0)  # 0: of an open request
-                if not _uses(value):
-                    return key
-                self.moved[key] = value - 1
-        return None
-
-    def _next(self, limit: int) -> bytes | None:
-        """The oldest key of the queue whose turn it is, or of the other."""
-        if self._left < limit:
-            key = self._next_of_main()
-            return next(self._small_keys, None) if key is None else key
-        key = next(self._small_keys, None)
-        return self._next_of_main() if key is None else key
-
-    def _next_of_main(self) -> bytes | None:
-        key = next(self._main_keys, None)
-        return next(iter(self.moved), None) if key is None else key
 
 
 def _uses(value: int) -> int:

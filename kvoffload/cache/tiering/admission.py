@@ -65,10 +65,6 @@ def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
     return 2 * (min(uses, MOST_USES) - 1) + is_end
 
 
-def uses_of(kind: int) -> int:
-    return 1 if kind >= _GROUPS else kind // 2 + 1
-
-
 DEEPEST = 1 << _DEPTHS - 1
 FIRST_USES = [[kind_of(1, False, parent, depth) for depth in range(DEEPEST + 1)] for parent in range(_BRANCHES)]
 """`kind_of` first uses, by the parent's uses and the depth, at most `DEEPEST`; of depth 0 there are none."""
@@ -317,7 +313,7 @@ class WriteAdmission(WriteChoice):
         for before, count in reused.items():
             self._model.reused(before.kind, now - before.time, count)
         self._expose(left.items())
-        fresh = {kind: Sighting(uses_of(kind), kind, now) for kind in kinds}
+        fresh = {kind: Sighting(1 if kind >= _GROUPS else kind // 2 + 1, kind, now) for kind in kinds}
         for kind, count in Counter(kinds).items():
             fresh[kind].live = count
         self._sightings += fresh.values()
@@ -331,7 +327,7 @@ class WriteAdmission(WriteChoice):
             waited(sighting.kind, max(0, learned_at - sighting.time), now - sighting.time, count)
 
     def _learn(self) -> None:
-        self._sightings = living(self._sightings)
+        self._sightings = [sighting for sighting in self._sightings if sighting.live > 0]
         self._until_round = max(self._round, len(self._sightings) // 2)  # so that a round costs little a key
         self._expose((sighting, sighting.live) for sighting in self._sightings)
         self._stored_lately += self._now - self._learned_at
@@ -405,7 +401,3 @@ class KeyMemory:
             sighting.live -= count
         self._old, self._young = self._young, {}
         return forgotten
-
-
-def living(sightings: Iterable[Sighting]) -> list[Sighting]:
-    return [sighting for sighting in sightings if sighting.live > 0]

@@ -275,7 +275,7 @@ class Promoter:
         for at in get.left:
             position = get.positions[at]
             self._late.append((get.job, at))
-            self._drop(record, position, (TierIo(get.job, at, self._records.lock),))
+            self._drop(record, position, (TierIo(get.job, at),))
             missed.append(position)
         get.below.not_found += len(get.left)
         self._settled += len(get.left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.waiting import wait_until
 
 _R = TypeVar("_R")
+_CALL_AT_ONCE: WhenDone = Callbacks().add  # what follows a promotion without tiers, which has ended when it is made
 
 
 class Tiers(Protocol):
@@ -62,22 +62,16 @@ class TierGet:
 class TierIo:
     """One key of a tier's job, which may still write an entry; a `Completion` for the index."""
 
-    __slots__ = ("_job", "_position", "lock")
+    __slots__ = ("_job", "_position")
 
     error = None
 
-    def __init__(self, job: TierJob, position: int, lock: threading.RLock) -> None:
-        self._job, self._position, self.lock = job, position, lock
+    def __init__(self, job: TierJob, position: int) -> None:
+        self._job, self._position = job, position
 
     @property
     def finished(self) -> bool:
         return self._job.outcomes[self._position] is not None
-
-    done = finished
-
-    def order_before(self, stream: Any) -> None:
-        """No stream waits for a tier: an entry that a tier fills cannot be read before that has ended."""
-        raise AssertionError(f"stream {stream!r} would wait for a tier")
 
 
 class PromotionRecord:
@@ -195,7 +189,7 @@ class Promotion(Waitable[int]):
         self.keys = tuple(record.keys)
         self._record = record
         self._tiers = tiers
-        self._when_done: WhenDone = _call_at_once if tiers is None else tiers.when_done
+        self._when_done = _CALL_AT_ONCE if tiers is None else tiers.when_done
         self._load_after = load_after
 
     @property
@@ -271,11 +265,6 @@ class Promotion(Waitable[int]):
     def __repr__(self) -> str:
         state = "done" if self.done else "going on"
         return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
-
-
-def _call_at_once(ended: Waitable[Any], callback: Callable[[Any], object]) -> None:
-    """Call what follows a promotion without tiers, which has ended when it is made."""
-    Callbacks().add(ended, callback)
 
 
 class PromotedLoad(Waitable[_R]):
