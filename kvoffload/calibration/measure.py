@@ -17,17 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload.calibration.backdrops import Backdrop, opposite_copies, products
-from kvoffload.calibration.schedule import (
-    FULL,
-    MINIATURE,
-    Scale,
-    Trial,
-    TrialSet,
-    check_sets,
-    flat_sets,
-    same_trials,
-    strided_sets,
-)
+from kvoffload.calibration.schedule import FULL, MINIATURE, Scale, TrialSet, check_sets, flat_sets, strided_sets
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.copiers import why_not
 from kvoffload.device.device import Device
@@ -103,9 +93,8 @@ class _Tuner:
             for direction in Direction:
                 copies = undo.enter_context(opposite_copies(self._device, direction, field.opposite_bytes))
                 self._backdrops[Situation.BOTH_DIRECTIONS, direction] = copies
-            contiguous = same_trials(True, 1, scale.link_bytes, [Trial("loop", 1)])
             link = self._no_samples()
-            self._time([contiguous], link)
+            self._time([TrialSet("loop", 1, scale.link_bytes, [1])], link)  # the contiguous copy
             samples = self._no_samples()
             self._time(first, samples)
             codec = self._time_codec()
@@ -153,7 +142,7 @@ class _Tuner:
             missing["codec"] = missing["concurrent compute"]
             return {}
         block_bytes, blocks = self._scale.packed
-        packed = same_trials(False, self._scale.planes, block_bytes, [Trial("pack", blocks)])
+        packed = TrialSet("pack", self._scale.planes, block_bytes, [blocks])
         self._memory.fill(self._memory.planes(packed))
         found = []
         for codec in CODECS:
@@ -170,14 +159,17 @@ class _Tuner:
         }
 
     def _time(self, trial_sets: Iterable[TrialSet], samples: Samples, codec: CodecName | None = None) -> None:
-        """Time each set on an idle GPU, and its trials of `FieldScale` in the other situations; add the samples."""
+        """Time each set on an idle GPU, and the transfers that `FieldScale` has in the other situations; add the
+        samples.
+        """
         scale = self._scale.field
         for trial_set in trial_sets:
             with TrialEngine(self._device, self._memory, trial_set, codec=codec) as trial_engine:
-                for direction, trials in trial_set.trials.items():
-                    samples[Situation.IDLE][direction] += trial_engine.rounds(direction, trials, self._repeats)
+                in_field = [blocks for blocks in trial_set.blocks if scale.has(trial_set, blocks)]
+                for direction in Direction:
+                    found = trial_engine.rounds(direction, trial_set.blocks, self._repeats)
+                    samples[Situation.IDLE][direction] += found
                     self._timed += trial_engine.counted
-                    in_field = [trial for trial in trials if scale.has(trial_set, trial)]
                     for (situation, each), backdrop in self._backdrops.items():
                         if in_field and each is direction:
                             found = trial_engine.rounds(direction, in_field, lambda: scale.repeats, backdrop)
