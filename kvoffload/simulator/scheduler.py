@@ -59,9 +59,10 @@ class Scheduler:
     def submit(self, stream: Stream, operation: Operation) -> int:
         for region in operation.regions:
             region.pending += 1
-        legacy, blocking = stream.context.legacy, stream.context.blocking  # CUDA's "implicit synchronisation"
+        legacy = stream.context.legacy  # CUDA's "implicit synchronisation"
         if stream is legacy:
-            operation.dependencies += [(other, other.submitted) for other in blocking.values() if other.queue]
+            others = stream.context.blocking()
+            operation.dependencies += [(other, other.submitted) for other in others if other.queue]
         elif stream.blocking and legacy.queue:
             operation.dependencies.append((legacy, legacy.submitted))
         stream.queue.append(operation)
@@ -192,7 +193,7 @@ class Scheduler:
                 if waiter.state is StreamState.BLOCKED:
                     self._make_runnable(waiter)
         if stream.destroyed and not stream.queue:
-            stream.context.remove(stream)
+            stream.context.streams.pop(stream, None)
 
     def _make_runnable(self, stream: Stream) -> None:
         stream.state = StreamState.RUNNABLE
