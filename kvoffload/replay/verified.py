@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, ParamSpec, Protocol, TypeVar
+from itertools import count, islice
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -44,7 +44,6 @@ SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -178,14 +177,8 @@ class VerifiedCache:
         """Serve requests in order, up to `in_flight` at a time. `progress`: called with (requests ended, requests in
         all).
         """
-        done = 0
-
-        def ended() -> None:
-            nonlocal done
-            done += 1
-            progress(done, len(requests))
-
-        overlap(self.steps, requests, self._lanes, ended)
+        ended = count(1)
+        overlap(self.steps, requests, self._lanes, lambda: progress(next(ended), len(requests)))
 
     def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
         """Serve one request on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
@@ -339,27 +332,21 @@ def _finish(job: CacheJob) -> tuple[float, int]:
 # several requests at a time -------------------------------------------------------------------------------------------
 
 
-class Ending(Protocol):
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
 def overlap(
-    start: Callable[[_T, int], Iterator[Ending]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+    start: Callable[[Any, int], Iterator[Any]], requests: Iterable[Any], lanes: int, ended: Callable[[], None]
 ) -> None:
     """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
 
     Args:
-        start: called with a request and the number of a free lane; yields the jobs that the request waits for.
+        start: called with a request and the number of a free lane; yields the jobs that the request waits for: objects
+            with `done`.
         ended: called after each request.
     """
     free = deque(range(lanes))
-    waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for
+    waiting: dict[int, tuple[Iterator[Any], Any]] = {}  # by lane, a request and the job that it waits for
     remaining = iter(requests)
 
-    def resume(lane: int, steps: Iterator[Ending]) -> None:
+    def resume(lane: int, steps: Iterator[Any]) -> None:
         job = next(steps, None)
         if job is not None:
             waiting[lane] = steps, job
