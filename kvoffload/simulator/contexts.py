@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from cuda.bindings import driver as cuda
 
@@ -86,8 +86,6 @@ class Operation:
     none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch one.
     (There, all streams of a context share four queues per direction; here, each stream has its own.)
     """
-
-    is_copy: ClassVar[bool] = False
 
     regions: Sequence[Region]
     places: int = field(default=1, kw_only=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cuda.bindings import driver as cuda
 
+from kvoffload.internal.checks import at_least
 from kvoffload.simulator import space
 from kvoffload.simulator.contexts import LEGACY, PER_THREAD, Captures, Context, Event, HandleTable, Operation, Stream
 from kvoffload.simulator.errors import INVALID_HANDLE, DeadlockError, DriverError, RefusedError, SimulatorError
@@ -231,12 +232,10 @@ class SimulatedDriver:
         for name, version in (("driver_version", driver_version), ("bindings_version", bindings_version)):
             if not isinstance(version, tuple) or [type(number) for number in version] != [int, int]:
                 raise TypeError(f"{name} must be two integers such as (13, 0), got {version!r:.80}")
-        if isinstance(device_count, bool) or not hasattr(device_count, "__index__") or device_count < 1:
-            raise ValueError(f"device_count must be an integer of at least 1, got {device_count!r:.80}")
         self.driver_version = driver_version
         self.bindings_version = bindings_version
         self.memory_bytes = memory_bytes
-        self.device_count = device_count
+        self.device_count = at_least("device_count", device_count, 1)
         self.queue_depth = queue_depth
         self.strict = strict
         self.max_register_bytes = max_register_bytes

@@ -21,7 +21,7 @@ from typing import Any
 from kvoffload.simulator.contexts import Context, Operation, Stream, StreamState
 from kvoffload.simulator.errors import DeadlockError
 from kvoffload.simulator.faults import Faults
-from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFaultError
+from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, CopyOperation, DeviceFaultError
 
 LONGEST_BURST = 6  # operations that one stream may advance in one step
 DRIFT_PROBABILITY = 0.125  # that an operation is done before a submission returns
@@ -171,8 +171,8 @@ class Scheduler:
         try:
             if self._faults.next_operation():
                 raise DeviceFaultError("an injected fault")
-            if operation.is_copy:
-                operation.fault = self._faults.next_copy()  # type: ignore[attr-defined]
+            if isinstance(operation, CopyOperation):
+                operation.fault = self._faults.next_copy()
             self.microseconds += operation.run()
         except DeviceFaultError as fault:
             self.device_faults.append(str(fault))
