@@ -37,12 +37,12 @@ class Finding(NamedTuple):
 
 
 def groups(fields: Fields) -> dict[str, list[Finding]]:
-    found = {"GPU and link": list(of_gpu(fields))}
-    if fields["simulated"] is not None:
-        found["copy methods"] = list(of_copy_methods(fields))
-    found |= {"packages": list(of_packages(fields)), "limits": list(of_limits(fields))}
-    found |= {"folders": list(of_folders(fields))} if fields["folders"] else {}
-    return found | ({"stores": list(of_stores(fields))} if fields["stores"] else {})
+    """Return the findings by heading; a heading without any is left out."""
+    every = {
+        "GPU and link": of_gpu, "copy methods": of_copy_methods, "packages": of_packages, "limits": of_limits,
+        "folders": of_folders, "stores": of_stores,
+    }  # fmt: skip
+    return {heading: found for heading, of in every.items() if (found := list(of(fields)))}
 
 
 def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
@@ -100,13 +100,13 @@ def of_gpu(fields: Fields) -> Iterator[Finding]:
 
 def of_copy_methods(fields: Fields) -> Iterator[Finding]:
     where = " on the simulated device" if fields["simulated"] else ""
-    for name, reason in fields["copiers"].items():
+    for name, reason in fields.get("copiers", {}).items():  # without a device there are none
         if reason is None:
             memory = f", through at most {mib(fields['staging_bytes'])} of GPU memory for each direction"
             yield Finding(name, f"can run{where}{memory if name == 'pack' else ''}")
         else:
             yield Finding(name, f"cannot run: {reason}", "the others do its copies, more slowly")
-    if fields["simulated"]:
+    if fields["simulated"] is not False:
         return
     for name, reason in fields["missing"].items():
         yield Finding(f"driver feature, {name}", f"not used: {reason}")
