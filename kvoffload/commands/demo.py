@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve the turns; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json)
     turns = list(chat(arguments.conversations, arguments.turns, arguments.seed))
-    with open_backend(arguments, output, arguments.seed) as device:
+    with open_backend(arguments, arguments.seed) as device:
         geometry = arguments.model.scaled(_SIMULATED_SCALE if device.simulated else 1.0)
         begin = time.perf_counter()
         with VerifiedCache(

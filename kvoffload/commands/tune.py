@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show and arguments.output is not None:
         raise CommandError("--show measures nothing, so --output has nothing to write: use one of them")
     output = Output(arguments.json, wide=arguments.wide)
-    with open_backend(arguments, output) as device:
+    with open_backend(arguments) as device:
         if arguments.show:
             _show(device, output, arguments.prefer)
         else:
