@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,23 +24,9 @@ from kvoffload.device.device import Device
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.driver import address_of
 from kvoffload.internal import hostinfo
+from kvoffload.internal.teardown import Undoing as Undoing
 from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
-
-
-class Undoing:
-    """A context manager whose end is `close`, which undoes what the constructor has noted in `_undo`."""
-
-    _undo: ExitStack
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class GpuTimer(Undoing):

@@ -12,6 +12,7 @@ import numpy as np
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.errors import CapabilityError
+from kvoffload.internal.teardown import Undoing
 from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
 
 _CHUNK_BYTES = 32 << 20
@@ -75,7 +76,7 @@ MEDIUM = Product("small product", 2048, 2048, 2048, _TILES)
 SMALL = Product("small product", 16, 32, 16, (ProductTile(16, 32, 16, 2, 4),))  # where it is interpreted: one program
 
 
-class Computation:
+class Computation(Undoing):
     """A product of random matrices on a stream of its own. A context manager; close it before the device.
 
     On the simulated device the elements are fp16 instead of bf16; see `kernels.compute`.
@@ -132,12 +133,6 @@ class Computation:
                 self._driver.event_record(event, self.stream)
             self._driver.stream_synchronize(self.stream)
             return [self._driver.event_seconds(*pair) for pair in itertools.pairwise(events)]
-
-    def __enter__(self) -> Computation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
 
 
 def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:

@@ -18,6 +18,7 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
+from kvoffload.internal.teardown import Undoing
 from kvoffload.layout.coding import CodecName
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -32,7 +33,7 @@ _IN_A_ROW = 3
 _FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU has
 
 
-class TrialMemory:
+class TrialMemory(Undoing):
     """Memory for `plane_count` planes, twice: each in its own allocation, and all in one slab. A context manager.
 
     Args:
@@ -75,18 +76,12 @@ class TrialMemory:
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
             self._device.driver.stream_synchronize(self._stream)
 
-    def __enter__(self) -> TrialMemory:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
-
 
 def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
     return Plane(address, block_bytes=block_bytes, num_blocks=nbytes // block_bytes)
 
 
-class TrialEngine:
+class TrialEngine(Undoing):
     """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
     Args:
@@ -189,8 +184,5 @@ class TrialEngine:
                 samples.append(self._sample(direction, count, statistics.median(known)))
         return samples
 
-    def __enter__(self) -> TrialEngine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.engine.close()

@@ -30,6 +30,7 @@ from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
+from kvoffload.internal.teardown import Undoing
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
@@ -85,7 +86,7 @@ class _Clock:
             self.seconds += time.perf_counter() - begin
 
 
-class VerifiedCache:
+class VerifiedCache(Undoing):
     """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
 
     Args:
@@ -133,14 +134,10 @@ class VerifiedCache:
         self.engine = OffloadEngine(
             self.layout, device=device, num_slots=capacity * self.layout.num_groups, progress=progress
         )
-        chosen = make_policy(policy, capacity)
-        self._may_decline = type(chosen).make_room is not Policy.make_room
-        self._tiered = make_tier is not None
-        if make_tier is None:
-            self.cache = BlockCache(self.engine, policy=chosen)
-        else:
-            tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
-            self.cache = BlockCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
+        self._may_decline = type(make_policy(policy, capacity)).make_room is not Policy.make_room
+        tiers = () if make_tier is None else (make_tier(self.layout.slot_bytes * self.layout.num_groups),)
+        self._tiered = bool(tiers)
+        self.cache = BlockCache(self.engine, policy=policy, tiers=tiers, write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -316,12 +313,6 @@ class VerifiedCache:
         self._patterns.close()
         self.engine.close()
         self._staging.close()
-
-    def __enter__(self) -> VerifiedCache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:
