@@ -52,11 +52,12 @@ class HandleTable(Generic[Item]):
         item = self._live[self._next] = make(self._next, *fields)
         return item
 
-    def get(self, handle: int) -> Item:
+    def get(self, handle: int, otherwise: Any = INVALID_HANDLE) -> Item:
+        """Return the object of a handle. RefusedError with the status `otherwise` if there is none."""
         try:
             return self._live[handle]
         except KeyError:
-            raise RefusedError(INVALID_HANDLE) from None
+            raise RefusedError(otherwise) from None
 
     def is_stale(self, handle: int) -> bool:
         return self._first < handle <= self._next and handle % 16 == 0 and handle not in self._live

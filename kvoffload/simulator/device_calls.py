@@ -168,10 +168,7 @@ def _context_of(driver: SimulatedDriver, ctx: Any) -> Context:
     number = integer(ctx)
     if driver.contexts.is_stale(number):
         raise RefusedError(CONTEXT_IS_DESTROYED)
-    try:
-        return driver.contexts.get(number)
-    except RefusedError:
-        raise RefusedError(INVALID_CONTEXT) from None
+    return driver.contexts.get(number, INVALID_CONTEXT)
 
 
 def _destroy(driver: SimulatedDriver, context: Context) -> None:

@@ -244,17 +244,16 @@ def it_stays_within_its_bytes(session: TierSession) -> None:
     record_bytes = session.pools.record_bytes
     if most is None or most // record_bytes > _MOST_TO_FILL:
         return
-    wanted = 2 * (most // record_bytes) + session.count
-    for start in range(0, wanted, session.count):
-        numbers = range(start, min(wanted, start + session.count))
+    wanted = range(2 * (most // record_bytes) + session.count)
+    parts = [wanted[start : start + session.count] for start in range(0, len(wanted), session.count)]
+    for numbers in parts:
         session.put(numbers)
         records = session.tier.statistics().records
         assert records is None or records * record_bytes <= most, (
             f"{records} records of {record_bytes} bytes, and max_bytes is {most}"
         )
     found = 0
-    for start in range(0, wanted, session.count):
-        numbers = range(start, min(wanted, start + session.count))
+    for numbers in parts:
         for number, version in zip(numbers, session.get(session.keys(numbers)), strict=True):
             assert version in (number, None), f"get of {session.key(number)!r}: content {version}"
             found += version is not None
