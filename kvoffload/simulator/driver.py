@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from kvoffload.internal.checks import at_least
 from kvoffload.simulator import space
 from kvoffload.simulator.contexts import LEGACY, PER_THREAD, Captures, Context, Event, HandleTable, Operation, Stream
 from kvoffload.simulator.errors import INVALID_HANDLE, DeadlockError, DriverError, RefusedError, SimulatorError
@@ -39,6 +38,7 @@ Version = tuple[int, int]
 Span = tuple[int, int]
 Body = Callable[..., Any]
 Item = TypeVar("Item", Stream, Event)
+Live = TypeVar("Live")
 
 RAW_FUNCTIONS: dict[str, Body] = {}  # of `SimulatedDriver.raw`; `raw_call` puts them here
 _BATCHES = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync", "memcpy_batch_async_v2", "memcpy_3d_batch_async_v2")
@@ -232,10 +232,12 @@ class SimulatedDriver:
         for name, version in (("driver_version", driver_version), ("bindings_version", bindings_version)):
             if not isinstance(version, tuple) or [type(number) for number in version] != [int, int]:
                 raise TypeError(f"{name} must be two integers such as (13, 0), got {version!r:.80}")
+        if isinstance(device_count, bool) or not hasattr(device_count, "__index__") or device_count < 1:
+            raise ValueError(f"device_count must be an integer of at least 1, got {device_count!r:.80}")
         self.driver_version = driver_version
         self.bindings_version = bindings_version
         self.memory_bytes = memory_bytes
-        self.device_count = at_least("device_count", device_count, 1)
+        self.device_count = device_count
         self.queue_depth = queue_depth
         self.strict = strict
         self.max_register_bytes = max_register_bytes
@@ -505,7 +507,7 @@ class SimulatedDriver:
             raise RefusedError(item.context.error)
         return item
 
-    def live(self, table: HandleTable[Any], number: int, violation: str) -> Any:
+    def live(self, table: HandleTable[Live], number: int, violation: str) -> Live:
         """Return the object of a handle; one that was destroyed is a violation."""
         if table.is_stale(number):
             self.violate(violation.format(number))
