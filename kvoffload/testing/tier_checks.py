@@ -232,7 +232,11 @@ def cleared_records_are_gone(session: TierSession) -> None:
 def what_removes_overtakes_no_put(session: TierSession) -> None:
     """Puts called before are gone, whether they wait or have begun."""
     keys = session.keys(range(session.count))
-    for name, remove in {"clear": session.tier.clear, "remove": partial(session.tier.remove, keys)}.items():
+    ways: dict[str, Callable[[], TierJob]] = {
+        "clear": session.tier.clear,
+        "remove": partial(session.tier.remove, keys),
+    }
+    for name, remove in ways.items():
         put = session.tier.put(keys, session.fill(range(session.count)))
         session.outcomes(remove())
         session.outcomes(put, {DONE, Outcome.CANCELLED}, "put, then a removal")
@@ -476,7 +480,11 @@ CHECKS = [
 ]  # fmt: skip
 DURABLE_CHECKS = [records_outlive_the_tier, removals_outlive_the_tier, another_layout_gets_no_records]
 _WITHOUT_A_POOL = (without_a_pool_it_refuses, unsuitable_pools_are_refused)
-_ROUNDS = {what_removes_overtakes_no_put: 10, cancelled_keys_are_not_touched: 20, closing_ends_everything: 10}
+_ROUNDS: dict[Callable[[TierSession], None], int] = {
+    what_removes_overtakes_no_put: 10,
+    cancelled_keys_are_not_touched: 20,
+    closing_ends_everything: 10,
+}
 
 
 def check_tier(
