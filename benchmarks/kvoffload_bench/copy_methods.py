@@ -13,14 +13,14 @@ All are timed on the GPU clock; `measure` measures one transfer with each of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvoffload import kernels
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.calibration.compute import in_context, pinned_memory
 from kvoffload.driver import FlatTable, SourceOrder, StridedTable, address_of
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError, DriverError
@@ -28,7 +28,7 @@ from kvoffload.internal.types import UInt64Array
 from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import COPIERS, CopierName
-from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Scenario, Timing, time_rounds
+from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Scenario, Timing, Undoing, time_rounds
 from kvoffload_bench.setup import Placement, TransferSetup
 
 TimedCopy = Callable[[], float]
@@ -89,7 +89,7 @@ def _check(result: tuple[Any, ...]) -> None:
         raise DriverError("a bare call", result[0].name, int(result[0]))
 
 
-class GridStride:
+class GridStride(Undoing):
     """The grid-stride kernel for rows of one size, and its three arrays. Free it with `close`.
 
     Raises:
@@ -101,15 +101,14 @@ class GridStride:
         words = min(_MAX_WORDS, 1 << (row_bytes // 8).bit_length() - 1)
         parameters = (("sources", "i64"), ("targets", "i64"), ("sizes", "i64"), ("count", "i32"))
         spec = KernelSpec("kvoffload_bench.grid_stride", "grid_stride", parameters, (("WORDS", words),), _WARPS)
-        nbytes = -(-24 * capacity // PAGE_BYTES) * PAGE_BYTES
-        with lab.device.current(), ExitStack() as undo:
-            self._kernel: LoadedKernel = kernels.load_kernel(lab.driver, lab.device.capabilities, spec)
-            undo.callback(self._kernel.close)
-            self._pinned = PinnedMemory(lab.driver, nbytes)
-            undo.callback(self._pinned.release)
-            self._device = lab.device.allocate(nbytes)
-            undo.pop_all()
-        self._ordinary = np.zeros(nbytes, dtype=np.uint8)
+        with ExitStack() as undo:
+            with lab.device.current():
+                self._kernel: LoadedKernel = kernels.load_kernel(lab.driver, lab.device.capabilities, spec)
+                undo.callback(in_context, lab.device, self._kernel.close)
+            self._pinned = undo.enter_context(pinned_memory(lab.device, 24 * capacity)).array
+            self._device = undo.enter_context(lab.device.allocate(self._pinned.nbytes))
+            self._undo = undo.pop_all()
+        self._ordinary = np.zeros_like(self._pinned)
 
     def timed(self, setup: TransferSetup, direction: Direction, programs: int) -> TimedCopy:
         """A transfer by `programs` programs. Writing the arrays is not timed; copying them to the GPU is."""
@@ -135,7 +134,7 @@ class GridStride:
         What was staged before stays valid if it has another place in the arrays, `[first, first + len(ends[0]))`.
         """
         count = len(ends[0])
-        memory = (self._pinned.array if pinned else self._ordinary)[24 * first : 24 * (first + count)]
+        memory = (self._pinned if pinned else self._ordinary)[24 * first : 24 * (first + count)]
         rows = memory.view(np.int64).reshape(3, count)
         with self._lab.device.current():
             shift = self._lab.driver.host_device_address(setup.pool_address) - setup.pool_address
@@ -151,12 +150,6 @@ class GridStride:
             self._kernel.launch(stream, programs, (*arrays, count))
 
         return submit
-
-    def close(self) -> None:
-        with self._lab.device.current():
-            self._kernel.close()
-            self._pinned.release()
-        self._device.close()
 
 
 def open_grid(lab: Lab, row_bytes: int, capacity: int) -> tuple[GridStride | None, str]:
@@ -211,7 +204,7 @@ def measure(setup: TransferSetup, counts: Sequence[int] | None, not_run: dict[st
         if grid is None:
             not_run[GRID_STRIDE] = reason
         else:
-            stack.enter_context(closing(grid))
+            stack.enter_context(grid)
         for direction in Direction:
             setup.take(every)
             setup.prepare(direction)

@@ -269,7 +269,7 @@ def run(arguments: argparse.Namespace) -> int:
             with output.progress("disk") as progress:
                 fields = _measure(arguments, path, verified, progress)
             if arguments.gpu:
-                with open_backend(arguments, output, note=False) as device:
+                with open_backend(arguments, note=False) as device:
                     fields["transfers"] = disk_gpu.measure(device, path, repeats=arguments.repeats)
         except OSError as error:
             raise CommandError(f"{error.filename or 'the file in --path'}: {error.strerror or error}") from error

@@ -85,10 +85,7 @@ class Series:
         begin = time.perf_counter()
         for _ in range(TRANSFERS):
             for direction, each in self._groups.items():
-                if direction is Direction.STORE:
-                    jobs.append(engine.store(each.blocks, each.slots, after=NO_WAIT))
-                else:
-                    jobs.append(engine.load(each.slots, each.blocks, after=NO_WAIT))
+                jobs.append(engine.submit(direction, each.blocks, each.slots, after=NO_WAIT))
             if compute is not None:
                 compute.top_up()
         for job in jobs:

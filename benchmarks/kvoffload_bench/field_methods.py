@@ -7,12 +7,13 @@ and is not verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from kvoffload.calibration.compute import new_events
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
@@ -80,13 +81,9 @@ class FieldSetup(Undoing):
         count = 2 * (self.slots_in_series + size.slots) * len(model.groups)
         with ExitStack() as undo:
             self.setup = undo.enter_context(TransferSetup(lab, model, placement=placement, count=count, codec=codec))
-            self.streams: dict[Direction, int] = {}
-            self.events: dict[Direction, int] = {}
-            undo.callback(self._destroy)
-            with lab.device.current():
-                for direction in Direction:
-                    self.streams[direction] = lab.driver.stream_create(0)
-                    self.events[direction] = lab.driver.event_create(timing=False)
+            events = undo.enter_context(new_events(lab.device, len(Direction), timing=False))
+            self.events = dict(zip(Direction, events, strict=True))
+            self.streams = {each: undo.enter_context(lab.device.stream()).handle for each in Direction}
             self._prepare(undo)
             self._undo = undo.pop_all()
 
@@ -147,14 +144,6 @@ class FieldSetup(Undoing):
             found += self.setup.wrong(direction)
         return found
 
-    def _destroy(self) -> None:
-        with self.lab.device.current():
-            for stream in self.streams.values():
-                self.lab.driver.stream_synchronize(stream)
-                self.lab.driver.stream_destroy(stream)
-            for event in self.events.values():
-                self.lab.driver.event_destroy(event)
-
 
 class ContiguousSeries(Undoing):
     """As many contiguous copies between pinned and GPU memory, as large as the transfers of a series, page by page.
@@ -168,7 +157,7 @@ class ContiguousSeries(Undoing):
         self.size, self.step = size, -(-size.nbytes // PAGE_BYTES) * PAGE_BYTES
         with ExitStack() as undo:
             self._copies = {
-                direction: undo.enter_context(closing(ContiguousCopy(lab, self.step * size.transfers)))
+                direction: undo.enter_context(ContiguousCopy(lab, self.step * size.transfers))
                 for direction in Direction
             }
             self._undo = undo.pop_all()
@@ -243,7 +232,7 @@ class FieldMethods:
             if grid is None:
                 self.not_run[GRID] = reason
             else:
-                undo.callback(grid.close)
+                undo.enter_context(grid)
                 self._bare[GRID] = self._on_streams(field, self._grid_queues(grid))
             if codec != "raw":
                 try:

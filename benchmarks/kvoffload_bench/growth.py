@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffload.calibration.compute import pinned_memory
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.growth import Growing
-from kvoffload.device.pinned import PinnedMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.sharded import ShardedEngine
@@ -72,14 +72,8 @@ class Gpu(Undoing):
             self.layout = KVLayout([planes], on_default_stream=False)
             with self.device.current():
                 self.compute = undo.enter_context(closing(ConcurrentCompute(lab, Situation.LARGE)))
-                back = PinnedMemory(lab.driver, self._half, unit_bytes=self._half)
-                undo.callback(self._release, back)
-            self._back = back.array[: self._half]
+            self._back = undo.enter_context(pinned_memory(self.device, self._half)).array[: self._half]
             self._undo = undo.pop_all()
-
-    def _release(self, memory: PinnedMemory) -> None:
-        with self.device.current():
-            memory.release()
 
     def poison(self, rows: Sequence[UInt8Array] = ()) -> None:
         """Overwrite rows of slots, or without any the blocks that are loaded into."""
@@ -149,10 +143,7 @@ class Run:
             with gpu.device.current():
                 gpu.compute.begin()
         begin = time.perf_counter()
-        if direction is Direction.STORE:
-            job = engine.store(blocks, slots, after=NO_WAIT)
-        else:
-            job = engine.load(slots, blocks, after=NO_WAIT)
+        job = engine.submit(direction, blocks, slots, after=NO_WAIT)
         call = time.perf_counter() - begin
         while not job.done:
             for gpu in self._gpus:

@@ -12,37 +12,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
+from kvoffload.calibration.compute import new_events, pinned_memory
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.driver import address_of
 from kvoffload.internal import hostinfo
+from kvoffload.internal.teardown import Undoing as Undoing
 from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
 
 
-class Undoing:
-    """A context manager whose end is `close`, which undoes what the constructor has noted in `_undo`."""
-
-    _undo: ExitStack
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class GpuTimer:
+class GpuTimer(Undoing):
     """A stream with two timing events. Free it with `close` before the device is closed.
 
     Attributes:
@@ -51,13 +38,9 @@ class GpuTimer:
 
     def __init__(self, device: Device) -> None:
         self._device, self._driver = device, device.driver
-        with device.current(), ExitStack() as undo:
-            self.stream = self._driver.stream_create(0)
-            undo.callback(self._driver.stream_destroy, self.stream)
-            self._start = self._driver.event_create(timing=True)
-            undo.callback(self._driver.event_destroy, self._start)
-            self._end = self._driver.event_create(timing=True)
-            undo.callback(self._driver.event_destroy, self._end)
+        with ExitStack() as undo:
+            self.stream = undo.enter_context(device.stream()).handle
+            self._start, self._end = undo.enter_context(new_events(device, 2, timing=True))
             self._undo = undo.pop_all()
 
     def seconds(self, submit: Callable[[], object]) -> float:
@@ -73,11 +56,6 @@ class GpuTimer:
                 self._driver.stream_synchronize(self.stream)
                 raise
             return self._driver.event_seconds(self._start, self._end)
-
-    def close(self) -> None:
-        """Destroy the stream and the events."""
-        with self._device.current():
-            self._undo.close()
 
 
 # tools ----------------------------------------------------------------------------------------------------------------
@@ -126,10 +104,10 @@ class Lab(Undoing):
         self.driver = device.driver
         with ExitStack() as undo:
             self._threads = undo.enter_context(ThreadPoolExecutor(min(16, hostinfo.usable_cpus())))
-            self.timer = undo.enter_context(closing(GpuTimer(device)))
+            self.timer = undo.enter_context(GpuTimer(device))
             self._poison = undo.enter_context(device.allocate(size.flush_bytes))
             self.flush()
-            self.contiguous = undo.enter_context(closing(ContiguousCopy(self, size.contiguous_bytes)))
+            self.contiguous = undo.enter_context(ContiguousCopy(self, size.contiguous_bytes))
             self._undo = undo.pop_all()
 
     def wait(self, submit: Callable[[int], object]) -> float:
@@ -247,24 +225,23 @@ CONTIGUOUS_COPY = "contiguous copy"
 _PATTERN_BYTES = 8 << 20  # the pattern repeats, so that it stays in the CPU's caches
 
 
-class ContiguousCopy:
-    """One copy of `nbytes` (rounded up to pages) between pinned and GPU memory. Free it with `close`."""
+class ContiguousCopy(Undoing):
+    """One copy of `nbytes` (rounded up to pages) between pinned and GPU memory. Free it with `close`, when no copy is
+    queued.
+    """
 
     def __init__(self, lab: Lab, nbytes: int) -> None:
         self._lab, self.nbytes = lab, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         random = np.random.default_rng(lab.seed)
         self._pattern = random.integers(0, 256, min(self.nbytes, _PATTERN_BYTES), dtype=np.uint8)
-        with lab.device.current(), ExitStack() as undo:
+        with ExitStack() as undo:
             self._gpu = undo.enter_context(lab.device.allocate(self.nbytes))
-            pinned = []
-            for _ in range(2):
-                pinned.append(PinnedMemory(lab.driver, self.nbytes, unit_bytes=self.nbytes))
-                undo.callback(pinned[-1].release)
-            self._host, self._check = (each.array[: self.nbytes] for each in pinned)
+            self._host, self._check = (
+                undo.enter_context(pinned_memory(lab.device, self.nbytes)).array for _ in range(2)
+            )
             lab.write(self._sections(self._host))
             lab.wait(lambda stream: self.queue(Direction.LOAD, stream))
-            undo.pop_all()
-        self._pinned = pinned
+            self._undo = undo.pop_all()
 
     def scenario(self, direction: Direction) -> Scenario:
         """Needs no preparation: the bytes that one direction has written are the source of the other."""
@@ -301,10 +278,3 @@ class ContiguousCopy:
         step = len(self._pattern)
         parts = (host[start : start + step] for start in range(0, self.nbytes, step))
         return [(part, self._pattern[: part.nbytes]) for part in parts]
-
-    def close(self) -> None:
-        """Free the memory; no copy of it may be queued."""
-        self._gpu.close()
-        with self._lab.device.current():
-            for memory in self._pinned:
-                memory.release()

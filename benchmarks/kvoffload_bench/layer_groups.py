@@ -6,10 +6,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvoffload.calibration.compute import new_events
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
@@ -18,7 +19,7 @@ from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, numbers
 from kvoffload.tuning import CopierName
 from kvoffload_bench.copy_methods import COPY_ENGINE, scenario_of
-from kvoffload_bench.harness import WARM_UP, Lab, time_rounds
+from kvoffload_bench.harness import WARM_UP, Lab, Undoing, time_rounds
 from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 from kvoffload_bench.setup import TransferSetup
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         with output.progress("loads") as progress:
             for done, blocks in enumerate(arguments.blocks, start=1):
                 setup = TransferSetup(lab, geometry.scaled(lab.size.scale), count=-(-blocks // share))
-                with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
+                with setup, setup.smaller() as small_setup, _Watch(lab) as watch:
                     records += _measure(setup, small_setup, watch, arguments.parts, arguments.copier)
                     profile = setup.engine.profile.source
                 progress(done, len(arguments.blocks))
@@ -76,20 +77,15 @@ class _Spent(NamedTuple):
     all: list[float]
 
 
-class _Watch:
+class _Watch(Undoing):
     """Streams that are ordered behind part 0 and behind all of a load, and events on them. Free it with `close`."""
 
     def __init__(self, lab: Lab) -> None:
         self._device, self._driver = lab.device, lab.driver
-        self._streams: list[int] = []
-        self._events: list[int] = []
-        with lab.device.current(), ExitStack() as stack:
-            for _ in range(3):
-                self._streams.append(self._driver.stream_create(0))
-                stack.callback(self._driver.stream_destroy, self._streams[-1])
-                self._events.append(self._driver.event_create(timing=True))
-                stack.callback(self._driver.event_destroy, self._events[-1])
-            self._stack = stack.pop_all()
+        with ExitStack() as undo:
+            self._streams = [undo.enter_context(lab.device.stream()).handle for _ in range(3)]
+            self._events = undo.enter_context(new_events(lab.device, 3, timing=True))
+            self._undo = undo.pop_all()
 
     def load(
         self, setup: TransferSetup, parts: int, copier: CopierName | None, spent: _Spent, copiers: dict[int, str]
@@ -114,12 +110,6 @@ class _Watch:
 
     def _record(self, index: int) -> None:
         self._driver.event_record(self._events[index], self._streams[index])
-
-    def close(self) -> None:
-        with self._device.current():
-            for stream in self._streams:
-                self._driver.stream_synchronize(stream)
-            self._stack.close()
 
 
 def load(setup: TransferSetup, parts: int, copier: CopierName | None) -> Job:

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json)
     if arguments.save is not None:
         require_writable("--save", arguments.save)
-    with open_backend(arguments, output, note=False) as device:
+    with open_backend(arguments, note=False) as device:
         fields: Fields = {"benchmark": "pool", **describe_device(device), "usable_cpus": hostinfo.usable_cpus()}
     first = None if fields["simulated"] else arguments.device
     with tempfile.TemporaryDirectory(prefix="kvoffload-bench-") as folder, output.progress("pools") as progress:

@@ -311,7 +311,7 @@ def run(arguments: argparse.Namespace) -> int:
     needed = max(rounds, promotion, KEYS_OF_A_CALL * min(sizes))
     tier_calls.require_memory(needed, "lower --nbytes, --in-flight or --sizes")
     verified, stores = Verified(), _stores(arguments)
-    with open_backend(arguments, output, note=False) as device, output.progress("remote") as progress:
+    with open_backend(arguments, note=False) as device, output.progress("remote") as progress:
         fields = _measure(arguments, stores, device, verified, progress)
     return tier_calls.conclude(arguments, fields, verified, show, output)
 

@@ -91,7 +91,7 @@ def conduct(
         figures.require()
     if arguments.save is not None:
         require_writable("--save", arguments.save)
-    with open_backend(arguments, output, arguments.seed) as device:
+    with open_backend(arguments, arguments.seed) as device:
         if arguments.plot and device.simulated:
             raise CommandError("--plot draws times, and the simulated device has none")
         if arguments.plot:

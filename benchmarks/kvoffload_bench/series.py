@@ -118,10 +118,7 @@ class EngineSubmitter:
         engine, after, copier = self._engine, self._after, self._copiers[direction]
         self._in_series = index < self._series
         for group, each in enumerate(self._transfers[direction][index]):
-            if direction is Direction.STORE:
-                job = engine.store(each.blocks, each.slots, group=group, after=after, copier=copier)
-            else:
-                job = engine.load(each.slots, each.blocks, group=group, after=after, copier=copier)
+            job = engine.submit(direction, each.blocks, each.slots, group=group, after=after, copier=copier)
             self._unfinished.append(job)
 
     def methods(self) -> dict[str, int]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.device.pinned import PAGE_BYTES, HostMemory, PinnedMemory
+from kvoffload.calibration.compute import pinned_memory
+from kvoffload.device.pinned import HostMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
@@ -30,7 +31,7 @@ _CHUNKS = 4096  # different ones
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
 
 
-class SetupBytes:
+class SetupBytes(Undoing):
     """Random bytes for `slots` slots of each of `groups` groups; with a coding, bf16 values of a normal distribution.
     Free it with `close`.
     """
@@ -48,10 +49,10 @@ class SetupBytes:
             self._right = chunks.view(np.uint8)[index].reshape(groups, slots, -1)
             self._coded = coding.encode(chunks)[0][index].reshape(groups, slots, -1)
         self._table = FlatTable(_FLAT_COPIES)
-        nbytes = -(-self._right.nbytes // PAGE_BYTES) * PAGE_BYTES
-        with lab.device.current():
-            self._pinned = PinnedMemory(lab.driver, nbytes, unit_bytes=nbytes)
-        self._mirror = self._pinned.array[: self._right.nbytes].reshape(self._right.shape)
+        with ExitStack() as undo:
+            pinned = undo.enter_context(pinned_memory(lab.device, self._right.nbytes)).array
+            self._mirror = pinned[: self._right.nbytes].reshape(self._right.shape)
+            self._undo = undo.pop_all()
 
     def take(self, slots: int, first: int = 0) -> None:
         """Make all methods concern `slots` slots of each group, from `first` on."""
@@ -97,10 +98,6 @@ class SetupBytes:
                 driver.copy_batch(self._table, 0, stop - start, SourceOrder.STREAM, stream)
 
         self._lab.wait(submit)
-
-    def close(self) -> None:
-        with self._lab.device.current():
-            self._pinned.release()
 
 
 # planes, pool and addresses -------------------------------------------------------------------------------------------
@@ -189,9 +186,8 @@ class TransferSetup(Undoing):
             self.engine = stack.enter_context(
                 OffloadEngine(self.layout, device=lab.device, num_slots=max(slots * groups, spare), **options)
             )
-            self._bytes = stack.enter_context(
-                closing(SetupBytes(lab, groups, slots, self.rows_per_slot * self.row_bytes, self._coding))
-            )
+            payload_bytes = self.rows_per_slot * self.row_bytes
+            self._bytes = stack.enter_context(SetupBytes(lab, groups, slots, payload_bytes, self._coding))
             self._choose_blocks(places, slots, planes)
             self._undo = stack.pop_all()
         self._engines = {"overlap": self.engine}

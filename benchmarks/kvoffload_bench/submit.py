@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffload.calibration.compute import new_events, pinned_memory
 from kvoffload.copiers.pack_kernels import TABLE_SPEC
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, SourceOrder, StridedTable, address_of, binding_types
 from kvoffload.engine.job import Job
 from kvoffload.errors import DriverError
@@ -68,14 +68,10 @@ class BareSubmission(ABC):
         self._results: tuple[Any, ...] = ()
         with lab.device.current(), ExitStack() as undo:
             self._context = lab.driver.current_context()
-            self._stream = lab.driver.stream_create(0)
-            undo.callback(lab.driver.stream_destroy, self._stream)
-            events = [
-                [lab.driver.event_create(timing=timing) for _ in range(UNFINISHED)] for timing in (False, True, True)
-            ]
-            for event in itertools.chain(*events):
-                undo.callback(lab.driver.event_destroy, event)
-            self._markers, self._starts, self._ends = events
+            self._stream = undo.enter_context(lab.device.stream()).handle
+            self._markers, self._starts, self._ends = (
+                undo.enter_context(new_events(lab.device, UNFINISHED, timing=each)) for each in (False, True, True)
+            )
             self._make_tables(setup, most_blocks, undo)
             self._undo = undo.pop_all()
 
@@ -223,8 +219,7 @@ class BarePack(BareBatch):
         on_device = undo.enter_context(lab.device.allocate(table_bytes))
         staging = undo.enter_context(lab.device.allocate(most_blocks * self._block_bytes))
         self._places = staging.address + np.arange(most_blocks) * self._block_bytes
-        pinned = PinnedMemory(lab.driver, -(-table_bytes * UNFINISHED // PAGE_BYTES) * PAGE_BYTES)
-        undo.callback(pinned.release)
+        pinned = undo.enter_context(pinned_memory(lab.device, table_bytes * UNFINISHED))
         self._tables = pinned.array[: table_bytes * UNFINISHED].view(np.int64).reshape(UNFINISHED, -1)
         table = lab.driver.host_device_address(pinned.address)
         self._table_addresses = [table + table_bytes * index for index in range(UNFINISHED)]

@@ -6,12 +6,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
-from kvoffload.calibration.compute import Computation, Product, in_context
+from kvoffload.calibration.compute import Computation, Product, new_events, pinned_memory
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import PinnedMemory
 from kvoffload.planning.transfer_plan import Direction
 
 _CHUNKS = 3  # unfinished, at most: when one ends, the GPU has work for as long as two more take
@@ -21,17 +20,18 @@ _WARM_UP = 10
 
 
 class Backdrop:
-    """A stream that always has work, queued in chunks. A context manager; its end waits for the last chunk.
+    """A stream that always has work, queued in chunks.
 
     Args:
         queue_chunk: queues a chunk on the stream; called with the device's context current.
+        events: to put behind chunks: as many as may be unfinished.
     """
 
-    def __init__(self, device: Device, stream: int, queue_chunk: Callable[[], None]) -> None:
+    def __init__(self, device: Device, stream: int, queue_chunk: Callable[[], None], events: list[int]) -> None:
         self._device, self._driver = device, device.driver
         self._stream, self._queue_chunk = stream, queue_chunk
         self._unfinished: deque[int] = deque()  # events behind chunks
-        self._idle: list[int] = []
+        self._idle = list(events)
 
     def top_up(self) -> None:
         """Queue chunks until there is enough. Called before each transfer, and while it runs."""
@@ -47,21 +47,16 @@ class Backdrop:
         with self._device.current():
             self._driver.stream_synchronize(self._stream)
 
-    def __enter__(self) -> Backdrop:
-        try:
-            with self._device.current():
-                while len(self._idle) < _CHUNKS:
-                    self._idle.append(self._driver.event_create(timing=False))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.drain()
-        with self._device.current():
-            for event in (*self._idle, *self._unfinished):
-                self._driver.event_destroy(event)
+@contextmanager
+def _backdrop(device: Device, stream: int, queue_chunk: Callable[[], None]) -> Iterator[Backdrop]:
+    """Yield a backdrop; the end waits for the last chunk."""
+    with new_events(device, _CHUNKS, timing=False) as events:
+        backdrop = Backdrop(device, stream, queue_chunk, events)
+        try:
+            yield backdrop
+        finally:
+            backdrop.drain()
 
 
 @contextmanager
@@ -75,22 +70,17 @@ def products(device: Device, product: Product) -> Iterator[Backdrop]:
         seconds = statistics.median(computation.seconds_each(1 if device.simulated else _WARM_UP))
         count = 1 if device.simulated else math.ceil(_CHUNK_SECONDS / max(seconds, 1e-9))
         queue_chunk = partial(computation.queue, min(count, _MOST_IN_CHUNK))
-        with Backdrop(device, computation.stream, queue_chunk) as backdrop:
+        with _backdrop(device, computation.stream, queue_chunk) as backdrop:
             yield backdrop
 
 
 @contextmanager
 def opposite_copies(device: Device, direction: Direction, nbytes: int) -> Iterator[Backdrop]:
     """Keep copies of `nbytes` going against the direction of the transfers, one after the other without a pause."""
-    driver = device.driver
-    with ExitStack() as undo:
-        buffer = undo.enter_context(device.allocate(nbytes))
-        with device.current():
-            pinned = PinnedMemory(driver, nbytes)
-            undo.callback(in_context, device, pinned.release)
-        stream = undo.enter_context(device.stream()).handle
+    with device.allocate(nbytes) as buffer, pinned_memory(device, nbytes) as pinned, device.stream() as stream:
         target, source = buffer.address, pinned.address
         if direction is Direction.LOAD:
             target, source = source, target
-        with Backdrop(device, stream, partial(driver.copy, target, source, nbytes, stream)) as backdrop:
+        queue_chunk = partial(device.driver.copy, target, source, nbytes, stream.handle)
+        with _backdrop(device, stream.handle, queue_chunk) as backdrop:
             yield backdrop

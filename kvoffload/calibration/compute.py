@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload.device.device import Device
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.errors import CapabilityError
+from kvoffload.internal.teardown import Undoing
 from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
 
 _CHUNK_BYTES = 32 << 20
@@ -20,6 +22,32 @@ def in_context(device: Device, call: Callable[[], None]) -> None:
     """Call with the device's context current."""
     with device.current():
         call()
+
+
+@contextmanager
+def pinned_memory(device: Device, nbytes: int) -> Iterator[PinnedMemory]:
+    """Yield pinned memory in one registered range: `nbytes`, rounded up to pages. It is freed at the end."""
+    whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    with device.current():
+        memory = PinnedMemory(device.driver, whole, unit_bytes=whole)
+    try:
+        yield memory
+    finally:
+        in_context(device, memory.release)
+
+
+@contextmanager
+def new_events(device: Device, count: int, *, timing: bool) -> Iterator[list[int]]:
+    """Yield handles of new events, which are destroyed at the end."""
+    events: list[int] = []
+    try:
+        with device.current():
+            events.extend(device.driver.event_create(timing=timing) for _ in range(count))
+        yield events
+    finally:
+        with device.current():
+            for event in events:
+                device.driver.event_destroy(event)
 
 
 class ProductTile(NamedTuple):
@@ -48,7 +76,7 @@ MEDIUM = Product("small product", 2048, 2048, 2048, _TILES)
 SMALL = Product("small product", 16, 32, 16, (ProductTile(16, 32, 16, 2, 4),))  # where it is interpreted: one program
 
 
-class Computation:
+class Computation(Undoing):
     """A product of random matrices on a stream of its own. A context manager; close it before the device.
 
     On the simulated device the elements are fp16 instead of bf16; see `kernels.compute`.
@@ -98,23 +126,13 @@ class Computation:
         Args:
             count: at most 256: a stream's queue holds no more than about 1000 operations.
         """
-        with self._device.current(), ExitStack() as undo:
-            events = []
-            for _ in range(count + 1):
-                events.append(self._driver.event_create(timing=True))
-                undo.callback(self._driver.event_destroy, events[-1])
+        with self._device.current(), new_events(self._device, count + 1, timing=True) as events:
             self._driver.event_record(events[0], self.stream)
             for event in events[1:]:
                 self.queue(1)
                 self._driver.event_record(event, self.stream)
             self._driver.stream_synchronize(self.stream)
             return [self._driver.event_seconds(*pair) for pair in itertools.pairwise(events)]
-
-    def __enter__(self) -> Computation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
 
 
 def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:

@@ -11,23 +11,15 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from kvoffload.calibration.backdrops import Backdrop, opposite_copies, products
-from kvoffload.calibration.schedule import (
-    FULL,
-    MINIATURE,
-    Scale,
-    Trial,
-    TrialSet,
-    check_sets,
-    flat_sets,
-    same_trials,
-    strided_sets,
-)
+from kvoffload.calibration.schedule import FULL, MINIATURE, Scale, TrialSet, check_sets, flat_sets, strided_sets
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.copiers import why_not
 from kvoffload.device.device import Device
@@ -35,10 +27,10 @@ from kvoffload.errors import CapabilityError
 from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
-from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Situation
+from kvoffload.tuning.costs import CONCURRENT_COMPUTE, Costs, Situation
 from kvoffload.tuning.fitting import Sample, fit, fit_host
 
-Samples = dict[Situation, dict[Direction, list[Sample]]]
+Samples = dict[tuple[Situation, Direction], list[Sample]]
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
 
@@ -103,19 +95,14 @@ class _Tuner:
             for direction in Direction:
                 copies = undo.enter_context(opposite_copies(self._device, direction, field.opposite_bytes))
                 self._backdrops[Situation.BOTH_DIRECTIONS, direction] = copies
-            contiguous = same_trials(True, 1, scale.link_bytes, [Trial("loop", 1)])
-            link = self._no_samples()
-            self._time([contiguous], link)
-            samples = self._no_samples()
-            self._time(first, samples)
+            contiguous = self._time([TrialSet("loop", 1, scale.link_bytes, [1])])
+            samples = self._time(first)
             codec = self._time_codec()
-        situations = {}
-        for situation, found in samples.items():  # the fastest gives the link; the contiguous copy may have been slow
-            fastest = {
-                direction: max(each.shape.nbytes / each.seconds for each in (*link[situation][direction], *timed))
-                for direction, timed in found.items()
-            }
-            situations[situation] = {direction: fit(fastest[direction], found[direction]) for direction in Direction}
+        situations: dict[Situation, dict[Direction, Costs]] = {}
+        for (situation, direction), copies_alone in contiguous.items():
+            timed = samples.get((situation, direction), [])  # the fastest is the link: the copy may have been slow
+            link = max(each.shape.nbytes / each.seconds for each in (*copies_alone, *timed))
+            situations.setdefault(situation, {})[direction] = fit(link, timed)
         costs = situations.pop(Situation.IDLE)
         profile = Profile(
             key=key_of(self._device),
@@ -127,10 +114,8 @@ class _Tuner:
             codec=codec,
             simulated=self._device.simulated,
         )
-        checks = self._no_samples()
-        self._time(checking, checks)
-        checked = checks[Situation.IDLE].values()
-        profile = replace(profile, errors=deviations(profile, [each for samples in checked for each in samples]))
+        checked = chain.from_iterable(self._time(checking).values())
+        profile = replace(profile, errors=deviations(profile, checked))
         return Tuning(profile, self._timed, time.perf_counter() - self._begin, missing)
 
     def _step(self) -> None:
@@ -142,10 +127,6 @@ class _Tuner:
         late = time.perf_counter() - self._begin > self._scale.seconds
         return self._scale.hurried if late else self._scale.repeats
 
-    def _no_samples(self) -> Samples:
-        situations = dict.fromkeys((Situation.IDLE, *(situation for situation, _ in self._backdrops)))
-        return {situation: {direction: [] for direction in Direction} for situation in situations}
-
     def _time_codec(self) -> dict[Situation, dict[Direction, float]]:
         """Time the same transfers with and without a codec, and return what `Profile.codec` has."""
         missing = self._missing
@@ -153,41 +134,37 @@ class _Tuner:
             missing["codec"] = missing["concurrent compute"]
             return {}
         block_bytes, blocks = self._scale.packed
-        packed = same_trials(False, self._scale.planes, block_bytes, [Trial("pack", blocks)])
+        packed = TrialSet("pack", self._scale.planes, block_bytes, [blocks])
         self._memory.fill(self._memory.planes(packed))
-        found = []
-        for codec in CODECS:
-            found.append(self._no_samples())
-            self._time([packed], found[-1], codec)
-        raw, coded = found
-        return {
-            situation: {
-                direction: raw[situation][direction][0].seconds / samples[0].seconds
-                for direction, samples in of.items()
-                if samples and raw[situation][direction]
-            }
-            for situation, of in coded.items()
-        }
+        raw, coded = (self._time([packed], codec) for codec in CODECS)
+        found: dict[Situation, dict[Direction, float]] = {}
+        for (situation, direction), samples in coded.items():
+            of_situation = found.setdefault(situation, {})
+            if samples and raw[situation, direction]:
+                of_situation[direction] = raw[situation, direction][0].seconds / samples[0].seconds
+        return found
 
-    def _time(self, trial_sets: Iterable[TrialSet], samples: Samples, codec: CodecName | None = None) -> None:
-        """Time each set on an idle GPU, and its trials of `FieldScale` in the other situations; add the samples."""
-        scale = self._scale.field
+    def _time(self, trial_sets: Iterable[TrialSet], codec: CodecName | None = None) -> Samples:
+        """Time each set on an idle GPU, and the transfers that `FieldScale` has in the other situations."""
+        scale, samples = self._scale.field, defaultdict[tuple[Situation, Direction], list[Sample]](list)
         for trial_set in trial_sets:
             with TrialEngine(self._device, self._memory, trial_set, codec=codec) as trial_engine:
-                for direction, trials in trial_set.trials.items():
-                    samples[Situation.IDLE][direction] += trial_engine.rounds(direction, trials, self._repeats)
+                in_field = [blocks for blocks in trial_set.blocks if scale.has(trial_set, blocks)]
+                for direction in Direction:
+                    found = trial_engine.rounds(direction, trial_set.blocks, self._repeats)
+                    samples[Situation.IDLE, direction] += found
                     self._timed += trial_engine.counted
-                    in_field = [trial for trial in trials if scale.has(trial_set, trial)]
                     for (situation, each), backdrop in self._backdrops.items():
                         if in_field and each is direction:
                             found = trial_engine.rounds(direction, in_field, lambda: scale.repeats, backdrop)
-                            samples[situation][direction] += found
+                            samples[situation, direction] += found
                             self._timed += trial_engine.counted
                             backdrop.drain()
                 if codec is None:
                     self._host += trial_engine.host
                     self._around += trial_engine.around
             self._step()
+        return samples
 
 
 def deviations(profile: Profile, samples: Iterable[Sample]) -> dict[str, Deviation]:

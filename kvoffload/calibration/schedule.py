@@ -10,7 +10,7 @@ scattered planes   pack, with the codec and without: what the codec brings
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -19,24 +19,21 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import CopierName, Shape
 
 
-class Trial(NamedTuple):
-    """A transfer to time: its copier, and how many blocks it has."""
-
-    copier: CopierName
-    blocks: int
-
-
 class TrialSet(NamedTuple):
-    """Planes, and the transfers to time on them in each direction.
+    """Transfers by one copier over some planes, to time in each direction. The planes fold for "strided" alone.
 
     Attributes:
-        folds: whether the planes fold.
+        blocks: how many each transfer has.
     """
 
-    folds: bool
+    copier: CopierName
     planes: int
     block_bytes: int
-    trials: Mapping[Direction, list[Trial]]
+    blocks: Sequence[int]
+
+    @property
+    def folds(self) -> bool:
+        return self.copier == "strided"
 
     def shape(self, direction: Direction, blocks: int) -> Shape:
         """Return the shape of a transfer of `blocks` blocks, one a slot."""
@@ -46,7 +43,7 @@ class TrialSet(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        return max((trial.blocks for trials in self.trials.values() for trial in trials), default=1)
+        return max(self.blocks, default=1)
 
 
 _KIB = 1 << 10
@@ -77,16 +74,13 @@ class FieldScale(NamedTuple):
     opposite_bytes: int = 32 * _MIB
     repeats: int = 3
 
-    def has(self, trial_set: TrialSet, trial: Trial) -> bool:
-        """Return whether a trial of a set is timed in the field."""
-        if trial.copier == "pack":
+    def has(self, trial_set: TrialSet, blocks: int) -> bool:
+        """Return whether the transfer of so many blocks of a set is timed in the field."""
+        if trial_set.folds:
+            return trial_set.block_bytes in self.row_bytes and blocks in self.operations
+        if trial_set.copier == "pack" or trial_set.planes == 1:  # one plane: the contiguous copy, and few copies
             return True
-        if trial.copier == "strided":
-            return trial_set.block_bytes in self.row_bytes and trial.blocks in self.operations
-        copies = trial.blocks * trial_set.planes
-        if trial_set.planes == 1:  # the contiguous copy, and few copies
-            return True
-        return trial_set.block_bytes in self.copy_bytes and copies in self.copies
+        return trial_set.block_bytes in self.copy_bytes and blocks * trial_set.planes in self.copies
 
 
 class Scale(NamedTuple):
@@ -160,14 +154,14 @@ def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
         for nbytes in scale.copy_bytes:
             yield _flat_set(scale, nbytes, scale.copies, "batch")
         for nbytes in scale.few_bytes:
-            yield same_trials(False, 1, nbytes, [Trial("batch", count) for count in scale.few])
+            yield TrialSet("batch", 1, nbytes, scale.few)
     for nbytes in scale.loop_bytes:
         yield _flat_set(scale, nbytes, scale.loop_copies, "loop")
 
 
 def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], copier: CopierName) -> TrialSet:
     counts = [count // scale.planes for count in copies if count * nbytes <= scale.most_bytes]
-    return same_trials(False, scale.planes, nbytes, [Trial(copier, count) for count in counts])
+    return TrialSet(copier, scale.planes, nbytes, counts)
 
 
 def strided_sets(scale: Scale) -> Iterator[TrialSet]:
@@ -175,13 +169,9 @@ def strided_sets(scale: Scale) -> Iterator[TrialSet]:
     for nbytes in scale.row_bytes:
         for height in scale.heights:
             counts = [count for count in scale.operations if count * height * nbytes <= scale.most_bytes]
-            yield same_trials(True, height, nbytes, [Trial("strided", count) for count in counts])
+            yield TrialSet("strided", height, nbytes, counts)
     for nbytes in scale.wide_bytes:
-        yield same_trials(True, 1, nbytes, [Trial("strided", count) for count in scale.wide_operations])
-
-
-def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial]) -> TrialSet:
-    return TrialSet(folds, planes, block_bytes, dict.fromkeys(Direction, trials))
+        yield TrialSet("strided", 1, nbytes, scale.wide_operations)
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
@@ -189,4 +179,4 @@ def check_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
     copiers: tuple[CopierName, ...] = ("strided",) if "batch" in missing else ("batch", "strided")
     for nbytes, copier in product(scale.check_bytes, copiers):
         counts = [count for count in scale.check_blocks if count * scale.planes * nbytes <= scale.most_bytes]
-        yield same_trials(copier == "strided", scale.planes, nbytes, [Trial(copier, count) for count in counts])
+        yield TrialSet(copier, scale.planes, nbytes, counts)

@@ -11,13 +11,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvoffload.calibration.backdrops import Backdrop
-from kvoffload.calibration.schedule import Trial, TrialSet
+from kvoffload.calibration.schedule import TrialSet
 from kvoffload.copiers import STAGING_BYTES
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
+from kvoffload.internal.teardown import Undoing
 from kvoffload.layout.coding import CodecName
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -32,7 +33,7 @@ _IN_A_ROW = 3
 _FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU has
 
 
-class TrialMemory:
+class TrialMemory(Undoing):
     """Memory for `plane_count` planes, twice: each in its own allocation, and all in one slab. A context manager.
 
     Args:
@@ -75,18 +76,12 @@ class TrialMemory:
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
             self._device.driver.stream_synchronize(self._stream)
 
-    def __enter__(self) -> TrialMemory:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._undo.close()
-
 
 def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
     return Plane(address, block_bytes=block_bytes, num_blocks=nbytes // block_bytes)
 
 
-class TrialEngine:
+class TrialEngine(Undoing):
     """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
     Args:
@@ -118,33 +113,36 @@ class TrialEngine:
         self._blocks = random.permutation(planes[0].num_blocks)[:most]
         self._slots = random.permutation(self.engine.num_slots)[:most]
 
-    def submit(self, direction: Direction, trial: Trial) -> Job:
-        blocks, slots = self._blocks[: trial.blocks], self._slots[: trial.blocks]
-        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.copier)
+    def submit(self, direction: Direction, count: int) -> Job:
+        """Submit a transfer of so many blocks by the set's copier."""
+        blocks, slots = self._blocks[:count], self._slots[:count]
+        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=self._trial_set.copier)
 
-    def seconds(self, direction: Direction, trial: Trial) -> float:
+    def seconds(self, direction: Direction, count: int) -> float:
         """Return the seconds of one transfer on an idle GPU, on the GPU's clock; NaN if unknown."""
         self._memory.flush()
         begin = time.perf_counter()
-        job = self.submit(direction, trial)
+        job = self.submit(direction, count)
         host = time.perf_counter() - begin
         while not job.done:  # wait() sleeps between looks, and the next transfer would find a slower CPU
             pass
         until_seen = time.perf_counter() - begin
         seconds = job.wait().seconds
-        shape = self._trial_set.shape(direction, trial.blocks)
-        self.host.append(Sample(trial.copier, shape, host))
+        self.host.append(self._sample(direction, count, host))
         if not math.isnan(seconds):
-            self.around.append(Sample(trial.copier, shape, max(0.0, until_seen - seconds)))
+            self.around.append(self._sample(direction, count, max(0.0, until_seen - seconds)))
         return seconds
 
-    def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
+    def _sample(self, direction: Direction, count: int, seconds: float) -> Sample:
+        return Sample(self._trial_set.copier, self._trial_set.shape(direction, count), seconds)
+
+    def seconds_in_field(self, backdrop: Backdrop, direction: Direction, count: int) -> float:
         """Return the seconds per transfer of several in a row beside a backdrop, by wall clock. A single one would
         often find the GPU between two kernels.
         """
         backdrop.top_up()
         begin = time.perf_counter()
-        jobs = [self.submit(direction, trial) for _ in range(_IN_A_ROW)]
+        jobs = [self.submit(direction, count) for _ in range(_IN_A_ROW)]
         while not jobs[-1].done:
             backdrop.top_up()
         seconds = (time.perf_counter() - begin) / _IN_A_ROW
@@ -155,39 +153,36 @@ class TrialEngine:
     def rounds(
         self,
         direction: Direction,
-        trials: Sequence[Trial],
+        counts: Sequence[int],
         repeats: Callable[[], int],
         backdrop: Backdrop | None = None,
     ) -> list[Sample]:
-        """Return the median time of each trial over several rounds, after one round that does not count.
+        """Return the median time of each transfer over several rounds, after one round that does not count.
 
-        Trials that need more memory than the GPU had to spare are left out.
+        Transfers that need more memory than the GPU had to spare are left out.
 
         Args:
+            counts: how many blocks each transfer has.
             repeats: how many rounds; called before each.
             backdrop: runs meanwhile; None: the GPU is idle.
         """
-        trials = [trial for trial in trials if trial.blocks <= self._most_blocks]
-        found: list[list[float]] = [[] for _ in trials]
+        counts = [count for count in counts if count <= self._most_blocks]
+        found: list[list[float]] = [[] for _ in counts]
         done = 0
         while done < _WARM_UP + repeats():
-            for seconds, trial in zip(found, trials, strict=True):
+            for seconds, count in zip(found, counts, strict=True):
                 if backdrop is None:
-                    seconds.append(self.seconds(direction, trial))
+                    seconds.append(self.seconds(direction, count))
                 else:
-                    seconds.append(self.seconds_in_field(backdrop, direction, trial))
+                    seconds.append(self.seconds_in_field(backdrop, direction, count))
             done += 1
-        self.counted = (done - _WARM_UP) * len(trials)
+        self.counted = (done - _WARM_UP) * len(counts)
         samples = []
-        for seconds, trial in zip(found, trials, strict=True):
+        for seconds, count in zip(found, counts, strict=True):
             known = [max(value, _LEAST_SECONDS) for value in seconds[_WARM_UP:] if not math.isnan(value)]
             if known:
-                shape = self._trial_set.shape(direction, trial.blocks)
-                samples.append(Sample(trial.copier, shape, statistics.median(known)))
+                samples.append(self._sample(direction, count, statistics.median(known)))
         return samples
 
-    def __enter__(self) -> TrialEngine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.engine.close()

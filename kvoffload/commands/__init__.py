@@ -18,16 +18,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvoffload import __version__
 from kvoffload.commands import demo, doctor, pool, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """Refuses unknown arguments itself, so that it prints the sub-command's usage, in lines of 80 columns. It reports
-    failures to write its help, which argparse ignores.
+    failures to write help and version, which argparse ignores.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -74,19 +71,11 @@ class _Parser(argparse.ArgumentParser):
         write_error(f"{self.prog}: error: {message}")
         self.exit(2)
 
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        if file is None:
-            write_out(self.format_help())
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:
+            write_out(message)
         else:
-            super().print_help(file)
-
-
-class _Version(argparse.Action):
-    """Prints the version, and reports failures to write it, which argparse ignores."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        write_out(f"kvoffload {__version__}\n")
-        parser.exit()
+            super()._print_message(message, file)
 
 
 _OVERVIEW = """\
@@ -126,7 +115,7 @@ class _Overview(_Parser):
 def build_parser(command: str = "") -> argparse.ArgumentParser:
     """Make the parser of all commands. Only `command="bench"` looks for the benchmarks; CommandError: not installed."""
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
-    parser.add_argument("--version", nargs=0, action=_Version)
+    parser.add_argument("--version", action="version", version=f"kvoffload {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
     for module in (doctor, demo, replay, pool, tune):
         module.add_parser(commands)

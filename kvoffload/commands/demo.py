@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +32,6 @@ _NEXT = {  # by whether the device is simulated
         _CHAT,
     ),
 }
-
-
-class Turn(NamedTuple):
-    conversation: int
-    keys: tuple[bytes, ...]
 
 
 def add_parser(commands: Any) -> None:
@@ -69,19 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve the turns; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json)
     turns = list(chat(arguments.conversations, arguments.turns, arguments.seed))
-    with open_backend(arguments, output, arguments.seed) as device:
+    with open_backend(arguments, arguments.seed) as device:
         geometry = arguments.model.scaled(_SIMULATED_SCALE if device.simulated else 1.0)
         begin = time.perf_counter()
         with VerifiedCache(
             device,
             geometry,
             capacity=arguments.slots,
-            longest=max(len(turn.keys) for turn in turns),
+            longest=max(map(len, turns)),
             seed=arguments.seed,
         ) as served:
             with output.progress("turns") as progress:
-                for number, turn in enumerate(turns, start=1):
-                    served.serve(turn.keys)
+                for number, keys in enumerate(turns, start=1):
+                    served.serve(keys)
                     progress(number, len(turns))
             served.cache.check()
             fields = {
@@ -92,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
                 "slots": arguments.slots,
                 "conversations": arguments.conversations,
                 "turns": len(turns),
-                "distinct_blocks": len({key for turn in turns for key in turn.keys}),
+                "distinct_blocks": len({key for keys in turns for key in keys}),
                 **served.fields(),
-                "blocks_beyond_slots": sum(max(0, len(turn.keys) - arguments.slots) for turn in turns),
+                "blocks_beyond_slots": sum(max(0, len(keys) - arguments.slots) for keys in turns),
             }
         fields["seconds"] = round(time.perf_counter() - begin, 3)
     output.result(fields)
@@ -102,8 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if fields["corrupt_blocks"] else 0
 
 
-def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
-    """Yield `turns` turns of each conversation, in a seeded order; a key is a digest of everything up to its block."""
+def chat(conversations: int, turns: int, seed: int) -> Iterator[tuple[bytes, ...]]:
+    """Yield the keys of `turns` turns of each conversation, in a seeded order; a key is a digest of everything up to
+    its block.
+    """
     random = np.random.default_rng(seed)
     system = _chain((), _SYSTEM_BLOCKS, "system")
     histories = [system] * conversations
@@ -111,7 +108,7 @@ def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
     for number, conversation in enumerate(order.tolist()):
         added = int(random.integers(1, _MOST_NEW_BLOCKS + 1))
         histories[conversation] = _chain(histories[conversation], added, f"turn {number}")
-        yield Turn(conversation, histories[conversation])
+        yield histories[conversation]
 
 
 def _chain(keys: tuple[bytes, ...], count: int, content: str) -> tuple[bytes, ...]:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvoffload.commands import findings, folders, stores
 from kvoffload.copiers import STAGING_BYTES
@@ -20,7 +20,6 @@ from kvoffload.terminal.options import COMMON, add_command, add_common_options
 from kvoffload.terminal.store_option import add_store_option
 from kvoffload.tuning import profile_for
 
-_T = TypeVar("_T")
 _PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "xxhash", "triton")
 _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = "without a GPU, `kvoffload demo` and `kvoffload replay TRACE --scale 0.01` use the simulated device"
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(each.status == "fail" for each in found))
 
 
-def _tried(what: str, given: Sequence[_T], probe: Callable[[_T], dict[str, Any]], output: Output) -> list[Any]:
+def _tried(what: str, given: Sequence[Any], probe: Callable[[Any], dict[str, Any]], output: Output) -> list[Any]:
     with output.progress(f"trying {what}") as progress:
         found = []
         for number, each in enumerate(given):
@@ -114,7 +113,7 @@ def _reason(error: KVOffloadError) -> str:
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Return the capabilities of the device; only `simulated: None`, and why, if none can be opened."""
     try:
-        device = open_backend(arguments, output, note=False)  # the verdict says it
+        device = open_backend(arguments, note=False)  # the verdict says it
     except (CapabilityError, DriverError, ImportError) as error:
         return {"simulated": None, "device_problem": str(error)}
     with device, output.progress("trying copy methods"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show and arguments.output is not None:
         raise CommandError("--show measures nothing, so --output has nothing to write: use one of them")
     output = Output(arguments.json, wide=arguments.wide)
-    with open_backend(arguments, output) as device:
+    with open_backend(arguments) as device:
         if arguments.show:
             _show(device, output, arguments.prefer)
         else:
@@ -210,13 +210,9 @@ def _show(device: Device, output: Output, prefer: str) -> None:
         return f"{text} ({each['runner_up']} {_number(each['runner_up_gb_per_s'])})"
 
     columns = ("block bytes", *(counted(blocks, "block") for blocks in _BLOCKS))
+    cells = map(cell, found)  # in the order of the tables, line by line
     for direction, placement in product(Direction, _PLACEMENTS):
-        lines = []
-        for nbytes in _BLOCK_BYTES:
-            here = (direction, placement, nbytes)
-            places = ((each["direction"], each["placement"], each["block_bytes"]) for each in found)
-            cells = [cell(each) for each, place in zip(found, places, strict=True) if place == here]
-            lines.append((f"{nbytes >> 10} KiB", *cells))
+        lines = [(f"{nbytes >> 10} KiB", *islice(cells, len(_BLOCKS))) for nbytes in _BLOCK_BYTES]
         output.table(f"{direction}, planes {placement}", columns, lines)
     if fields["not_available"] or not_offered:
         output.line("")

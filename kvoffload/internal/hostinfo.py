@@ -53,14 +53,9 @@ class Cgroup(NamedTuple):
         return max(0, self.limit_bytes - self.used_bytes)
 
 
-class _Names(NamedTuple):
-    limit: str
-    usage: str
-    inactive_file: str
-
-
-_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# names of the limit, of the usage, and in memory.stat of the page cache
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _NO_LIMIT = 1 << 60  # version 1 writes a huge number for none
 
 
@@ -72,21 +67,21 @@ def tightest_cgroup() -> Cgroup | None:
     for line in (_read(PROC / "self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            root, names = SYS / "fs/cgroup", _VERSION_2
+            root, (limited, used, droppable) = SYS / "fs/cgroup", _VERSION_2
         elif "memory" in controllers.split(","):
-            root, names = SYS / "fs/cgroup/memory", _VERSION_1
+            root, (limited, used, droppable) = SYS / "fs/cgroup/memory", _VERSION_1
         else:
             continue
         parts = [part for part in path.split("/") if part]
         for length in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:length])
-            limit, usage = _read(folder / names.limit), _read(folder / names.usage)
+            limit, usage = _read(folder / limited), _read(folder / used)
             if limit is None or usage is None or not limit.isdigit() or int(limit) >= _NO_LIMIT:
                 continue
             lines = (_read(folder / "memory.stat") or "").splitlines()
             statistics = dict(line.split(" ", 1) for line in lines if " " in line)
-            droppable = int(statistics.get(names.inactive_file, "0"))
-            limits.append(Cgroup(str(folder), int(limit), max(0, int(usage) - droppable)))
+            needed = int(usage) - int(statistics.get(droppable, "0"))
+            limits.append(Cgroup(str(folder), int(limit), max(0, needed)))
     return min(limits, key=lambda group: group.headroom_bytes, default=None)
 
 

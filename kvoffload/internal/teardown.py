@@ -1,4 +1,4 @@
-"""Nothing stays open: steps that all run, even if some fail, and descriptors that no interrupt loses.
+"""Nothing stays open: contexts, steps that all run, even if some fail, and descriptors that no interrupt loses.
 
 Descriptors are in lists of their owners. CPython runs no signal handler between the calls that one call of C makes, as
 `list.extend` over a `map` does: so each is in its list, or does not exist, and none is closed twice.
@@ -10,6 +10,7 @@ import os
 import socket
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import chain, repeat, tee
 from operator import itemgetter
 from typing import Any, Self
@@ -26,6 +27,15 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Undoing(Closing):
+    """An object whose end undoes what the constructor has noted in `_undo`."""
+
+    _undo: ExitStack
+
+    def close(self) -> None:
+        self._undo.close()
 
 
 def run_all(steps: Iterable[Callable[[], None]]) -> None:

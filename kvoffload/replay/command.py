@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         for raw, more in coded.items():
             output.line(f"codec {arguments.codec}: in the memory of {raw:,} slots there is room for {more:,}.")
         return 0
-    with open_backend(arguments, output, arguments.seed) as device:
+    with open_backend(arguments, arguments.seed) as device:
         rates = rates_of(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")

@@ -28,10 +28,19 @@ _NEVER = 1 << 62  # above every request's number
 # what is written to a disk --------------------------------------------------------------------------------------------
 
 
-class Through:
-    """Writes every block in the host that the disk lacks, at the end of its request. See `WriteAdmission`."""
+Keys = Sequence[bytes]
 
-    def __init__(self) -> None:
+
+class Chosen:
+    """Writes what a function chooses of the blocks in the host that the disk lacks, at the end of each request. It has
+    the same methods as `WriteAdmission`.
+
+    Args:
+        choose: called with the keys of a request and those that the disk lacks; returns some of these.
+    """
+
+    def __init__(self, choose: Callable[[Keys, Keys], Keys]) -> None:
+        self._choose = choose
         self._on_disk: dict[bytes, bool] = {}  # keys in the host, and whether the disk has them, too
 
     def stored(self, keys: Iterable[bytes]) -> None:
@@ -50,53 +59,32 @@ class Through:
         for key in keys:
             self._on_disk.pop(key, None)
 
-    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [key for key in dict.fromkeys(keys) if self._on_disk.get(key) is False]
+    def ended(self, keys: Keys) -> Keys:
+        return self._choose(keys, [key for key in dict.fromkeys(keys) if self._on_disk.get(key) is False])
 
 
-class Nothing(Through):
-    """Writes nothing: the cache without a disk."""
-
-    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        return list(keys[:0])
-
-
-class SecondSighting(Through):
-    """Writes a block when a second request stores or uses it. It remembers every key, without bound."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[bytes] = set()
-
-    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        found = [key for key in super().ended(keys) if key in self._seen]
-        self._seen.update(keys)
-        return found
-
-
-class RandomShare(Through):
-    """Writes all blocks of a random share of the requests: whole requests, as a block needs the ones before."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        super().__init__()
-        self._share = share
-        self._random = np.random.default_rng(seed)
-
-    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
-        chosen = float(self._random.random()) < self._share
-        return super().ended(keys) if chosen else []
-
-
-Writes: TypeAlias = WriteAdmission | Through
+Writes: TypeAlias = WriteAdmission | Chosen
 
 
 def make_writes(name: str, disk_slots: int, *, least_hits: float, share: float = 1.0, seed: int = 0) -> Writes:
     """Return the way to write that `--write` names. "admitted" uses `least_hits`, "random" uses `share` and `seed`."""
     if name == "admitted":
         return WriteAdmission(disk_slots, least_hits=least_hits)
-    if name == "random":
-        return RandomShare(share, seed)
-    return {"through": Through, "second": SecondSighting, "none": Nothing}[name]()
+    seen, random = set[bytes](), np.random.default_rng(seed)
+
+    def second(keys: Keys, lacking: Keys) -> Keys:
+        """Blocks that a second request stores or uses: every key is remembered, without bound."""
+        found = [key for key in lacking if key in seen]
+        seen.update(keys)
+        return found
+
+    ways: dict[str, Callable[[Keys, Keys], Keys]] = {
+        "through": lambda _, lacking: lacking,
+        "second": second,
+        "random": lambda _, lacking: lacking if random.random() < share else (),  # as a block needs the ones before
+        "none": lambda *_: (),
+    }
+    return Chosen(ways[name])
 
 
 # one request after another --------------------------------------------------------------------------------------------
@@ -174,7 +162,7 @@ class HostPool:
         writes: Writes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.writes = writes or Nothing()
+        self.writes = writes or make_writes("none", 0, least_hits=0.0)
         self.tiers = tiers
         self.keys: set[bytes] = set()  # of the host
         self._below = [tier.keys for tier in tiers]
@@ -351,7 +339,7 @@ def hits_of_policy(trace: Trace, slots: int, policy: str, progress: Advance, hin
 def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
     """Return the most hits that any cache of this size can have."""
     begin = time.perf_counter()
-    hits = belady_hits(requests, slots)
+    hits = sum(belady_hits(requests, slots))
     seconds = round(time.perf_counter() - begin, 3)
     return PolicyResult(OPTIMUM, slots, hits, rate_of(hits, requests), None, None, None, 0, seconds)
 
@@ -383,13 +371,9 @@ def hits_of_policies(
     return results
 
 
-def belady_hits(requests: Sequence[Request], capacity: int) -> int:
-    """Return the most leading hits that any cache of this capacity can have. Belady's rule: it knows the future."""
-    return sum(belady_hits_by_request(requests, capacity))
-
-
-def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[int]:
-    """Return the hits of each request under Belady's rule, see `belady_hits`.
+def belady_hits(requests: Sequence[Request], capacity: int) -> list[int]:
+    """Return the leading hits of each request under Belady's rule, which knows the future: no cache of this capacity
+    has more in all.
 
     Among keys that the same request uses next, the deepest goes first. So the cache always holds whole prefixes, which
     all count as hits, and the rule that maximises hits of any kind maximises leading ones.

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, ParamSpec, Protocol, TypeVar
+from itertools import count, islice
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
-from kvoffload.internal.teardown import Closing
+from kvoffload.internal.teardown import Undoing
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
@@ -45,7 +45,6 @@ SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -87,7 +86,7 @@ class _Clock:
             self.seconds += time.perf_counter() - begin
 
 
-class VerifiedCache(Closing):
+class VerifiedCache(Undoing):
     """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
 
     Args:
@@ -135,14 +134,10 @@ class VerifiedCache(Closing):
         self.engine = OffloadEngine(
             self.layout, device=device, num_slots=capacity * self.layout.num_groups, progress=progress
         )
-        chosen = make_policy(policy, capacity)
-        self._may_decline = type(chosen).make_room is not Policy.make_room
-        self._tiered = make_tier is not None
-        if make_tier is None:
-            self.cache = BlockCache(self.engine, policy=chosen)
-        else:
-            tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
-            self.cache = BlockCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
+        self._may_decline = type(make_policy(policy, capacity)).make_room is not Policy.make_room
+        tiers = () if make_tier is None else (make_tier(self.layout.slot_bytes * self.layout.num_groups),)
+        self._tiered = bool(tiers)
+        self.cache = BlockCache(self.engine, policy=policy, tiers=tiers, write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -179,14 +174,8 @@ class VerifiedCache(Closing):
         """Serve requests in order, up to `in_flight` at a time. `progress`: called with (requests ended, requests in
         all).
         """
-        done = 0
-
-        def ended() -> None:
-            nonlocal done
-            done += 1
-            progress(done, len(requests))
-
-        overlap(self.steps, requests, self._lanes, ended)
+        ended = count(1)
+        overlap(self.steps, requests, self._lanes, lambda: progress(next(ended), len(requests)))
 
     def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
         """Serve one request on the device blocks of a lane. Yields the jobs that it waits for; resume it when they have
@@ -334,27 +323,21 @@ def _finish(job: CacheJob) -> tuple[float, int]:
 # several requests at a time -------------------------------------------------------------------------------------------
 
 
-class Ending(Protocol):
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
 def overlap(
-    start: Callable[[_T, int], Iterator[Ending]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+    start: Callable[[Any, int], Iterator[Any]], requests: Iterable[Any], lanes: int, ended: Callable[[], None]
 ) -> None:
     """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
 
     Args:
-        start: called with a request and the number of a free lane; yields the jobs that the request waits for.
+        start: called with a request and the number of a free lane; yields the jobs that the request waits for: objects
+            with `done`.
         ended: called after each request.
     """
     free = deque(range(lanes))
-    waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for
+    waiting: dict[int, tuple[Iterator[Any], Any]] = {}  # by lane, a request and the job that it waits for
     remaining = iter(requests)
 
-    def resume(lane: int, steps: Iterator[Ending]) -> None:
+    def resume(lane: int, steps: Iterator[Any]) -> None:
         job = next(steps, None)
         if job is not None:
             waiting[lane] = steps, job

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,18 +30,11 @@ class Blocks:
 Traffic = Callable[[np.random.Generator, Blocks], Iterator[list[int]]]
 
 
-class Workload(NamedTuple):
-    """A kind of traffic."""
-
-    summary: str
-    sources: tuple[Traffic, ...]
-
-
 def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) -> list[Request]:
     """Make `requests` requests of a kind of traffic; the same for the same seed."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
-    random, blocks, sources = np.random.default_rng(seed), Blocks(), WORKLOADS[name].sources
+    random, blocks, sources = np.random.default_rng(seed), Blocks(), WORKLOADS[name]
     shares = [
         requests * (place + 1) // len(sources) - requests * place // len(sources) for place in range(len(sources))
     ]
@@ -126,15 +118,15 @@ def one_off(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
             yield texts[random.integers(len(texts))] + blocks.new(_between(random, 1, 5))
 
 
-WORKLOADS: dict[str, Workload] = {
-    "chat": Workload("conversations of unequal length; most end after a question", (chat,)),
-    "system-prompts": Workload("a few system prompts, each with questions asked once", (system_prompts,)),
-    "documents": Workload("questions about documents of unequal popularity", (documents,)),
-    "agents": Workload("long sessions whose every turn sends the whole history", (agents,)),
-    "evaluation": Workload("the same prompts again and again, in order", (evaluation,)),
-    "no-reuse": Workload("nothing is asked for twice", (no_reuse,)),
-    "one-off": Workload("prompts asked once, and now and then a known document", (one_off,)),
-    "change": Workload("documents, and from the middle on agents", (documents, agents)),
+WORKLOADS: dict[str, tuple[Traffic, ...]] = {
+    "chat": (chat,),  # conversations of unequal length; most end after a question
+    "system-prompts": (system_prompts,),  # a few system prompts, each with questions asked once
+    "documents": (documents,),  # questions about documents of unequal popularity
+    "agents": (agents,),  # long sessions whose every turn sends the whole history
+    "evaluation": (evaluation,),  # the same prompts again and again, in order
+    "no-reuse": (no_reuse,),  # nothing is asked for twice
+    "one-off": (one_off,),  # prompts asked once, and now and then a known document
+    "change": (documents, agents),  # documents, and from the middle on agents
 }
 
 

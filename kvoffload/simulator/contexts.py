@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from cuda.bindings import driver as cuda
 
@@ -35,11 +35,7 @@ UNSAFE = frozenset(  # what CUDA calls "potentially unsafe API calls", of those 
 )
 
 
-class _HasHandle(Protocol):
-    handle: int
-
-
-Item = TypeVar("Item", bound=_HasHandle)
+Item = TypeVar("Item")
 
 
 class HandleTable(Generic[Item]):
@@ -50,18 +46,18 @@ class HandleTable(Generic[Item]):
         self._next = first
         self._live: dict[int, Item] = {}
 
-    def new_handle(self) -> int:
+    def add(self, make: Callable[..., Item], *fields: Any) -> Item:
+        """Make an object of a new handle and these fields, and keep it."""
         self._next += 16
-        return self._next
+        item = self._live[self._next] = make(self._next, *fields)
+        return item
 
-    def add(self, item: Item) -> None:
-        self._live[item.handle] = item
-
-    def get(self, handle: int) -> Item:
+    def get(self, handle: int, otherwise: Any = INVALID_HANDLE) -> Item:
+        """Return the object of a handle. RefusedError with the status `otherwise` if there is none."""
         try:
             return self._live[handle]
         except KeyError:
-            raise RefusedError(INVALID_HANDLE) from None
+            raise RefusedError(otherwise) from None
 
     def is_stale(self, handle: int) -> bool:
         return self._first < handle <= self._next and handle % 16 == 0 and handle not in self._live
@@ -91,8 +87,6 @@ class Operation:
     none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch one.
     (There, all streams of a context share four queues per direction; here, each stream has its own.)
     """
-
-    is_copy: ClassVar[bool] = False
 
     regions: Sequence[Region]
     places: int = field(default=1, kw_only=True)
@@ -130,7 +124,7 @@ class Stream:
         """Refuse a call on the legacy stream that would wait for a captured one. That ends the capture, unless the call
         is `asking` about it.
         """
-        for other in list(self.context.blocking.values()) if self is self.context.legacy else ():
+        for other in self.context.blocking() if self is self.context.legacy else ():
             if other.capture is not None:
                 other.capture.invalidated |= not asking
                 raise RefusedError(cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
@@ -232,11 +226,8 @@ class Context:
         self.retain_count = 0
         self.alive = True
         self.error: Any = None
-        self.streams: dict[int, Stream] = {}
-        self.events: dict[int, Event] = {}
         self.legacy = Stream(LEGACY, self, blocking=False)
-        self.blocking: dict[int, Stream] = {}  # the streams that synchronise with `legacy`, by id()
-        self.draining: dict[int, Stream] = {}  # destroyed with work left, by id()
+        self.streams: dict[Stream, None] = {}  # all others, also those destroyed with work left
         self._per_thread: dict[int, Stream] = {}
 
     def per_thread(self) -> Stream:
@@ -244,22 +235,12 @@ class Context:
         stream = self._per_thread.get(thread)
         if stream is None:
             stream = self._per_thread[thread] = Stream(PER_THREAD, self, blocking=True)
-            self.blocking[id(stream)] = stream
+            self.streams[stream] = None
         return stream
 
+    def blocking(self) -> list[Stream]:
+        """Return the streams that synchronise with `legacy`."""
+        return [stream for stream in self.streams if stream.blocking]
+
     def all_streams(self) -> list[Stream]:
-        known = [*self.streams.values(), *self.blocking.values(), *self.draining.values(), self.legacy]
-        return list(dict.fromkeys(known))
-
-    def destroy(self, stream: Stream) -> None:
-        """Take a stream's handle away; the stream itself is removed once its work is done."""
-        stream.destroyed = True
-        self.streams.pop(stream.handle, None)
-        if stream.queue:
-            self.draining[id(stream)] = stream
-        else:
-            self.remove(stream)
-
-    def remove(self, stream: Stream) -> None:
-        self.blocking.pop(id(stream), None)
-        self.draining.pop(id(stream), None)
+        return [*self.streams, self.legacy]

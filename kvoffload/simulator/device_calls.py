@@ -76,7 +76,7 @@ def cuDevicePrimaryCtxRetain(driver: SimulatedDriver, dev: Any) -> Any:
     ordinal = _ordinal(driver, dev)
     context = driver.primaries.get(ordinal)
     if context is None:
-        context = driver.primaries[ordinal] = _new_context(driver, ordinal, primary=True)
+        context = driver.primaries[ordinal] = driver.contexts.add(Context, ordinal, True)
     context.retain_count += 1
     return (cuda.CUcontext(context.handle),)
 
@@ -102,7 +102,7 @@ def cuCtxCreate(driver: SimulatedDriver, *args: Any) -> Any:
     expected = 2 if driver.bindings_version < (13, 0) else 3
     if len(args) != expected:
         raise TypeError(f"cuCtxCreate() takes exactly {expected} positional arguments ({len(args)} given)")
-    context = _new_context(driver, _ordinal(driver, args[-1]), primary=False)
+    context = driver.contexts.add(Context, _ordinal(driver, args[-1]), False)
     driver.context_stack.append(context)
     return (cuda.CUcontext(context.handle),)
 
@@ -164,20 +164,11 @@ def _ordinal(driver: SimulatedDriver, dev: Any) -> int:
     return ordinal
 
 
-def _new_context(driver: SimulatedDriver, ordinal: int, primary: bool) -> Context:
-    context = Context(driver.contexts.new_handle(), ordinal, primary)
-    driver.contexts.add(context)
-    return context
-
-
 def _context_of(driver: SimulatedDriver, ctx: Any) -> Context:
     number = integer(ctx)
     if driver.contexts.is_stale(number):
         raise RefusedError(CONTEXT_IS_DESTROYED)
-    try:
-        return driver.contexts.get(number)
-    except RefusedError:
-        raise RefusedError(INVALID_CONTEXT) from None
+    return driver.contexts.get(number, INVALID_CONTEXT)
 
 
 def _destroy(driver: SimulatedDriver, context: Context) -> None:
@@ -188,16 +179,16 @@ def _destroy(driver: SimulatedDriver, context: Context) -> None:
     for stream in streams:
         driver.scheduler.drop_queue(stream)
         stream.destroyed = True
-    for handle in list(context.streams):
-        driver.streams.remove(handle)
-    for handle in list(context.events):
-        driver.events.remove(handle)
+        driver.streams.remove(stream.handle)
+    for event in driver.events.values():
+        if event.context is context:
+            driver.events.remove(event.handle)
     for module in driver.modules.values():
         if module.context is context:
             driver.drop_module(module)
     for region in driver.memory.live(context):
         driver.memory.remove(region)
-    context.streams, context.events = {}, {}
+    context.streams = {}
     context.alive = False
     driver.contexts.remove(context.handle)
 

@@ -38,6 +38,7 @@ Version = tuple[int, int]
 Span = tuple[int, int]
 Body = Callable[..., Any]
 Item = TypeVar("Item", Stream, Event)
+Live = TypeVar("Live")
 
 RAW_FUNCTIONS: dict[str, Body] = {}  # of `SimulatedDriver.raw`; `raw_call` puts them here
 _BATCHES = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync", "memcpy_batch_async_v2", "memcpy_3d_batch_async_v2")
@@ -495,18 +496,22 @@ class SimulatedDriver:
             return self.context().legacy
         if number in (0, PER_THREAD):
             return self.context().per_thread()
-        return self._healthy(self.streams, number, "stream")
+        return self._healthy(self.live(self.streams, number, "stream {:#x} used after it was destroyed"))
 
     def event(self, handle: Any) -> Event:
-        return self._healthy(self.events, integer(handle), "event")
+        return self._healthy(self.live(self.events, integer(handle), "event {:#x} used after it was destroyed"))
 
-    def _healthy(self, table: HandleTable[Item], number: int, what: str) -> Item:
-        if table.is_stale(number):
-            self.violate(f"{what} {number:#x} used after it was destroyed")
-        item = table.get(number)
+    @staticmethod
+    def _healthy(item: Item) -> Item:
         if item.context.error is not None:
             raise RefusedError(item.context.error)
         return item
+
+    def live(self, table: HandleTable[Live], number: int, violation: str) -> Live:
+        """Return the object of a handle; one that was destroyed is a violation."""
+        if table.is_stale(number):
+            self.violate(violation.format(number))
+        return table.get(number)
 
     def default_pool(self, device: int) -> int:
         if not 0 <= device < self.device_count:

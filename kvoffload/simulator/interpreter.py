@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,10 @@ LOCK = threading.RLock()
 _ABSENT = object()
 
 
-class Memory(Protocol):
-    """Checks a kernel's addresses before each load and store."""
-
-    def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
-        """Raise DeviceFaultError unless the kernel may touch `nbytes` at each address; never called with none."""
+Check = Callable[[NDArray[np.int64], int, bool], None]
+"""Called before each load and store of a kernel with addresses, at least one, bytes at each, and whether it writes.
+Raises DeviceFaultError unless the kernel may touch them.
+"""
 
 
 class Interpreted:
@@ -48,7 +47,7 @@ class Interpreted:
         order: Sequence[int],
         arguments: Sequence[tuple[str, str, int]],
         constants: Mapping[str, int],
-        memory: Memory,
+        check: Check,
     ) -> None:
         """Run the programs `order` of a grid of `grid`, one after another."""
         import triton.language as tl
@@ -56,7 +55,7 @@ class Interpreted:
 
         types = {"i64": (np.int64, tl.int64), "i32": (np.int32, tl.int32)}
         values: dict[str, Any] = dict(constants)
-        with LOCK, _interpreting(memory) as builder:
+        with LOCK, _interpreting(check) as builder:
             for name, kind, value in arguments:  # of the type declared, not of the narrowest type that holds the value
                 numpy_type, dtype = types[kind]
                 values[name] = tl.tensor(TensorHandle(np.array([value], numpy_type), dtype), dtype)
@@ -118,8 +117,8 @@ class _Replacement(NamedTuple):
 
 
 @contextmanager
-def _interpreting(memory: Memory) -> Iterator[Any]:
-    """Make `triton.language` compute on `memory`; the interpreter's builder."""
+def _interpreting(check: Check) -> Iterator[Any]:
+    """Make `triton.language` compute on checked memory; the interpreter's builder."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -127,8 +126,8 @@ def _interpreting(memory: Memory) -> Iterator[Any]:
     options = dataclasses.replace(builder.options, sanitize_overflow=False)
     replacements = (
         *_language_replacements(),
-        _checked_access(builder, "create_masked_load", memory, mask_at=0, writes=False),
-        _checked_access(builder, "create_masked_store", memory, mask_at=1, writes=True),
+        _checked_access(builder, "create_masked_load", check, mask_at=0, writes=False),
+        _checked_access(builder, "create_masked_store", check, mask_at=1, writes=True),
         _Replacement(builder, "options", builder.options, options),
     )
     try:
@@ -186,7 +185,7 @@ def _checked_promise(tl: Any) -> _Replacement:
     return _Replacement(tl, "multiple_of", tl.multiple_of, multiple_of)
 
 
-def _checked_access(builder: Any, name: str, memory: Memory, *, mask_at: int, writes: bool) -> _Replacement:
+def _checked_access(builder: Any, name: str, check: Check, *, mask_at: int, writes: bool) -> _Replacement:
     """A method of the builder that reaches memory (all others go through these), which checks addresses first."""
     original = getattr(builder, name)
 
@@ -198,7 +197,7 @@ def _checked_access(builder: Any, name: str, memory: Memory, *, mask_at: int, wr
         if addresses.size:
             if nbytes > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) & (nbytes - 1):
                 raise DeviceFaultError(f"a kernel touched {nbytes} bytes at unaligned addresses", MISALIGNED_ADDRESS)
-            memory.check(addresses, nbytes, writes=writes)
+            check(addresses, nbytes, writes)
         return original(pointers, *arguments, **options)
 
     return _Replacement(builder, name, _ABSENT, method)

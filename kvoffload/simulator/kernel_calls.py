@@ -30,9 +30,7 @@ def cuModuleLoadData(driver: SimulatedDriver, image: Any) -> Any:
         code = Code.parse(content)
     except (ValueError, TypeError):
         return _R.CUDA_ERROR_INVALID_IMAGE
-    module = Module(driver.modules.new_handle(), driver.context(), code)
-    driver.modules.add(module)
-    return (cuda.CUmodule(module.handle),)
+    return (cuda.CUmodule(driver.modules.add(Module, driver.context(), code).handle),)
 
 
 @driver_call()
@@ -52,8 +50,7 @@ def cuModuleGetFunction(driver: SimulatedDriver, hmod: Any, name: bytes) -> Any:
         kernel = interpreter.load(module.code.module, module.code.function)
     except AttributeError:
         return _R.CUDA_ERROR_NOT_FOUND
-    function = Function(driver.functions.new_handle(), module, kernel)
-    driver.functions.add(function)
+    function = driver.functions.add(Function, module, kernel)
     module.functions.append(function)
     return (cuda.CUfunction(function.handle),)
 
@@ -145,17 +142,12 @@ def _max_threads(driver: SimulatedDriver) -> int:
 
 
 def _module(driver: SimulatedDriver, handle: Any) -> Module:
-    number = integer(handle)
-    if driver.modules.is_stale(number):
-        driver.violate(f"module {number:#x} used after it was unloaded")
-    return _of_current_context(driver, driver.modules.get(number))
+    module = driver.live(driver.modules, integer(handle), "module {:#x} used after it was unloaded")
+    return _of_current_context(driver, module)
 
 
 def _function(driver: SimulatedDriver, handle: Any) -> Function:
-    number = integer(handle)
-    if driver.functions.is_stale(number):
-        driver.violate(f"function {number:#x} used after its module was unloaded")
-    function = driver.functions.get(number)
+    function = driver.live(driver.functions, integer(handle), "function {:#x} used after its module was unloaded")
     _of_current_context(driver, function.module)
     return function
 

@@ -89,13 +89,13 @@ class LaunchOperation(Operation):
         if self.shared_bytes < code.shared_bytes:
             raise DeviceFaultError(f"{code.function} uses {code.shared_bytes} shared bytes, got {self.shared_bytes}")
         order = self.chance.sample(range(self.grid), self.grid)
-        self.function.kernel.run(self.grid, order, self.arguments, code.constants, self)
+        self.function.kernel.run(self.grid, order, self.arguments, code.constants, self.check)
         return MICROSECONDS_PER_COPY + self.stored_bytes / BYTES_PER_MICROSECOND
 
     def end(self) -> None:
         self.function.module.pending -= 1
 
-    def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
+    def check(self, addresses: NDArray[np.int64], nbytes: int, writes: bool) -> None:
         device = self.function.module.context.device
         if not self.memory.reachable(addresses, nbytes, device):
             each = addresses.reshape(-1, 1)

@@ -88,13 +88,17 @@ class Region:
 
 
 class _Columns(NamedTuple):
-    """The table as arrays, for lookups of many addresses at once; row i is `regions[i]`."""
+    """The table as arrays, for lookups of many addresses at once; row i is `regions[i]`, and row 0 is below all."""
 
     regions: list[Region]
     zone_starts: Indices
     zone_ends: Indices
     bases: Indices
     ends: Indices
+
+
+_LOWEST = np.iinfo(np.int64).min
+_BELOW_ALL = Region(Kind.FREED, _LOWEST, _LOWEST, _LOWEST, _LOWEST, None)
 
 
 def _pages(start: int, end: int) -> tuple[int, int]:
@@ -179,12 +183,8 @@ class MemoryTable:
         pageable.
         """
         table = self._table()
-        if not table.regions:
-            index = np.full(first.shape, -1)
-            inside = np.zeros(first.shape, bool)
-        else:
-            index = np.searchsorted(table.zone_starts, first, side="right") - 1
-            inside = (index >= 0) & (first < table.zone_ends[index])
+        index = np.searchsorted(table.zone_starts, first, side="right") - 1
+        inside = first < table.zone_ends[index]
         hit = index[inside]
         if hit.size and ((first[inside] < table.bases[hit]) | (end[inside] > table.ends[hit])).any():
             raise RefusedError(INVALID_VALUE)
@@ -212,8 +212,6 @@ class MemoryTable:
         if region is not None and int(addresses.max()) + nbytes <= region.end:
             return region.serves(device)
         table = self._table()
-        if not table.regions:
-            return False
         if addresses.ndim > 1:
             first, end = addresses.min(axis=-1).reshape(-1), addresses.max(axis=-1).reshape(-1) + nbytes
             if self._within(table, first, end, device):
@@ -224,7 +222,7 @@ class MemoryTable:
     @staticmethod
     def _within(table: _Columns, first: Indices, end: Indices, device: int) -> bool:
         index = np.searchsorted(table.bases, first, side="right") - 1
-        if (index < 0).any() or (end > table.ends[index]).any():
+        if (end > table.ends[index]).any():
             return False
         return all(table.regions[i].serves(device) for i in set(index.tolist()))
 
@@ -264,7 +262,7 @@ class MemoryTable:
 
     def _table(self) -> _Columns:
         if self._columns is None:
-            regions = list(self._regions)
+            regions = [_BELOW_ALL, *self._regions]
             edges = [(region.zone_start, region.zone_end, region.base, region.end) for region in regions]
             self._columns = _Columns(regions, *np.array(edges, np.int64).reshape(-1, 4).T.copy())
         return self._columns

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver as cuda
@@ -198,8 +198,6 @@ class BatchCopy(Copy):
 
 @dataclass(slots=True, eq=False)
 class CopyOperation(Operation):
-    is_copy: ClassVar[bool] = True
-
     parts: Sequence[Copy]
     fault: bool = False
 

@@ -21,7 +21,7 @@ from typing import Any
 from kvoffload.simulator.contexts import Context, Operation, Stream, StreamState
 from kvoffload.simulator.errors import DeadlockError
 from kvoffload.simulator.faults import Faults
-from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFaultError
+from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, CopyOperation, DeviceFaultError
 
 LONGEST_BURST = 6  # operations that one stream may advance in one step
 DRIFT_PROBABILITY = 0.125  # that an operation is done before a submission returns
@@ -59,9 +59,10 @@ class Scheduler:
     def submit(self, stream: Stream, operation: Operation) -> int:
         for region in operation.regions:
             region.pending += 1
-        legacy, blocking = stream.context.legacy, stream.context.blocking  # CUDA's "implicit synchronisation"
+        legacy = stream.context.legacy  # CUDA's "implicit synchronisation"
         if stream is legacy:
-            operation.dependencies += [(other, other.submitted) for other in blocking.values() if other.queue]
+            others = stream.context.blocking()
+            operation.dependencies += [(other, other.submitted) for other in others if other.queue]
         elif stream.blocking and legacy.queue:
             operation.dependencies.append((legacy, legacy.submitted))
         stream.queue.append(operation)
@@ -170,8 +171,8 @@ class Scheduler:
         try:
             if self._faults.next_operation():
                 raise DeviceFaultError("an injected fault")
-            if operation.is_copy:
-                operation.fault = self._faults.next_copy()  # type: ignore[attr-defined]
+            if isinstance(operation, CopyOperation):
+                operation.fault = self._faults.next_copy()
             self.microseconds += operation.run()
         except DeviceFaultError as fault:
             self.device_faults.append(str(fault))
@@ -192,7 +193,7 @@ class Scheduler:
                 if waiter.state is StreamState.BLOCKED:
                     self._make_runnable(waiter)
         if stream.destroyed and not stream.queue:
-            stream.context.remove(stream)
+            stream.context.streams.pop(stream, None)
 
     def _make_runnable(self, stream: Stream) -> None:
         stream.state = StreamState.RUNNABLE

@@ -38,7 +38,9 @@ def cuStreamDestroy(driver: SimulatedDriver, hStream: Any) -> Any:
         return INVALID_HANDLE
     stream = driver.stream(hStream)
     driver.streams.remove(stream.handle)
-    stream.context.destroy(stream)
+    stream.destroyed = True
+    if not stream.queue:  # else once its work is done
+        stream.context.streams.pop(stream)
     return None
 
 
@@ -76,18 +78,13 @@ def cuStreamWaitEvent(driver: SimulatedDriver, hStream: Any, hEvent: Any, Flags:
 
 @driver_call(values=1)
 def cuEventCreate(driver: SimulatedDriver, Flags: int) -> Any:
-    context = driver.context()
-    event = Event(driver.events.new_handle(), context, timing=not integer(Flags) & DISABLE_TIMING)
-    driver.events.add(event)
-    context.events[event.handle] = event
+    event = driver.events.add(Event, driver.context(), not integer(Flags) & DISABLE_TIMING)
     return (cuda.CUevent(event.handle),)
 
 
 @driver_call()
 def cuEventDestroy(driver: SimulatedDriver, hEvent: Any) -> Any:
-    event = driver.event(hEvent)
-    driver.events.remove(event.handle)
-    event.context.events.pop(event.handle, None)
+    driver.events.remove(driver.event(hEvent).handle)
 
 
 @driver_call()
@@ -199,16 +196,13 @@ def _new_stream(driver: SimulatedDriver, flags: int) -> tuple[Any]:
     if flags not in (0, NON_BLOCKING):
         raise RefusedError(INVALID_VALUE)
     context = driver.context()
-    stream = Stream(driver.streams.new_handle(), context, blocking=flags != NON_BLOCKING)
-    driver.streams.add(stream)
-    context.streams[stream.handle] = stream
-    if stream.blocking:
-        context.blocking[id(stream)] = stream
+    stream = driver.streams.add(Stream, context, flags != NON_BLOCKING)
+    context.streams[stream] = None
     return (cuda.CUstream(stream.handle),)
 
 
 def _busy(stream: Stream) -> bool:
-    others = stream.context.blocking.values() if stream is stream.context.legacy else ()
+    others = stream.context.blocking() if stream is stream.context.legacy else ()
     return bool(stream.queue) or any(other.queue for other in others)
 
 

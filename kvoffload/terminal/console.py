@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *, note: bool = True) -> Device:
+def open_backend(arguments: argparse.Namespace, seed: int = 0, *, note: bool = True) -> Device:
     """Open the device that was asked for; with `auto`, the simulated one if CUDA offers none.
 
     With `note`, it writes one line to standard error if it is the simulated device.
@@ -166,7 +166,7 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
     if note:
-        output.note(f"kvoffload: {reason}{SIMULATED_NOTE}")
+        write_error(f"kvoffload: {reason}{SIMULATED_NOTE}")
     return device
 
 

@@ -28,11 +28,13 @@ _SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches 
 _HANDSHAKE_SECONDS = 2.0
 _MOST_TEXT = 400  # characters of what a client says: the URL comes before the reason
 
-_EXAMPLES = {
-    "mooncake": "master=cache:50051",
-    "objects": "store=s3://bucket/folder",
-    "valkey": "addresses=cache:6379 password=env:CACHE_PASSWORD",
+_STORES = {  # the argument that says where it is, and an example of its arguments
+    "valkey": ("addresses", "addresses=cache:6379 password=env:CACHE_PASSWORD"),
+    "objects": ("store", "store=s3://bucket/folder"),
+    "mooncake": ("master", "master=cache:50051"),
 }
+_UNKNOWN = ("", "name=value")
+KINDS = tuple(_STORES)  # of stores whose clients are known
 
 # What clients say, in lower case; what it means; what to do.
 _MEANINGS = (
@@ -84,7 +86,7 @@ class Store:
 
     def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, dict(arguments)
-        if kind in _CLIENTS:
+        if kind in KINDS:
             self.arguments.setdefault("timeout", _SECONDS)
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
@@ -96,9 +98,13 @@ class Store:
 
     def client(self) -> tuple[Any, Callable[[], None]]:
         """Return a client without a tier, and a function that closes it. Its errors are those of its package."""
-        if self.kind not in _CLIENTS:
-            raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
-        return _CLIENTS[self.kind](self)
+        if self.kind not in KINDS:
+            raise StoreError(self, "its client is not known", f"give one of {', '.join(KINDS)}")
+        tier: Any = self.tier(identity="", prefix="kvoffload")
+        if self.kind == "objects":
+            return tier._store, lambda: None
+        client = tier._new_client()
+        return client, client.close
 
     def check(self) -> None:
         """Ask the store for a record."""
@@ -123,7 +129,7 @@ class Store:
             problem, _, remedy = text.rpartition("; ")
             return StoreError(self, problem, remedy.removeprefix("install it: "))
         if isinstance(error, TypeError | ValueError | KeyError) and not isinstance(error, OSError):
-            example = _EXAMPLES.get(self.kind, "name=value")
+            example = _STORES.get(self.kind, _UNKNOWN)[1]
             remedy = f"see the arguments of its tier in docs/reference/tiers.md: --store {self.kind} {example}"
             return StoreError(self, f"{text:.{_MOST_TEXT}}", remedy)
         for words, problem, remedy in _MEANINGS:
@@ -132,7 +138,7 @@ class Store:
         return StoreError(self, f"{text:.{_MOST_TEXT}}", "see what the store's log says")
 
     def __str__(self) -> str:
-        address = self.arguments.get(_ADDRESSES.get(self.kind, ""), "")
+        address = self.arguments.get(_STORES.get(self.kind, _UNKNOWN)[0], "")
         return masked(f"--store {self.kind} {address}".rstrip())
 
 
@@ -162,29 +168,6 @@ def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str,
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-# clients --------------------------------------------------------------------------------------------------------------
-
-
-def _of_server(store: Store) -> tuple[Any, Callable[[], None]]:
-    tier: Any = store.tier(identity="", prefix="kvoffload")
-    client = tier._new_client()
-    return client, client.close
-
-
-def _of_objects(store: Store) -> tuple[Any, Callable[[], None]]:
-    tier: Any = store.tier(identity="", prefix="kvoffload")
-    return tier._store, lambda: None
-
-
-_CLIENTS: Mapping[str, Callable[[Store], tuple[Any, Callable[[], None]]]] = {
-    "valkey": _of_server,
-    "objects": _of_objects,
-    "mooncake": _of_server,
-}
-_ADDRESSES = {"valkey": "addresses", "objects": "store", "mooncake": "master"}  # the argument that says where it is
-KINDS = tuple(_CLIENTS)
 
 
 # what is wrong with a connection --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from kvoffload.testing.transfers import POISON
 from kvoffload.tiers import Outcome, Tier, TierJob
 
 DONE, MISSING = Outcome.DONE, Outcome.MISSING
+_ANY = frozenset(Outcome)
 _GUARD = 4096  # bytes before and after each array
 _GUARD_BYTE = 0x5C
 _DIFFERENT = 61  # rows of random bytes that contents are made of
@@ -90,13 +91,14 @@ class TierSetup:
         return TierPools(self.entries, self.row_bytes, self.pools, self.seed)
 
     @contextmanager
-    def session(self, *, clear: bool = True) -> Iterator[TierSession]:
+    def session(self, *, attach: bool = True, clear: bool = True) -> Iterator[TierSession]:
         """Yield a tier with a pool, without records; close it afterwards, and check its guards."""
-        session = TierSession(self.make(), self.new_pools(), self.timeout)
+        session = TierSession(self)
         try:
-            session.attach()
-            if clear:
-                session.outcomes(session.tier.clear())
+            if attach:
+                session.attach()
+                if clear:
+                    session.outcomes(session.tier.clear())
             yield session
             session.close()
             session.pools.check_guards()
@@ -107,9 +109,9 @@ class TierSetup:
 class TierSession:
     """A tier, and pools for it. Record `n` has the key `key(n)` and content number `n`."""
 
-    def __init__(self, tier: Tier, pools: TierPools, timeout: float) -> None:
-        self.tier, self.pools, self.timeout = tier, pools, timeout
-        self.count = len(pools.arrays[0])
+    def __init__(self, setup: TierSetup) -> None:
+        self.setup, self.timeout, self.count = setup, setup.timeout, setup.entries
+        self.tier, self.pools = setup.make(), setup.new_pools()
 
     def attach(self) -> None:
         self.tier.attach(self.pools.arrays, self.pools.layout)
@@ -125,10 +127,12 @@ class TierSession:
     def keys(self, numbers: Iterable[int]) -> list[bytes]:
         return [self.key(number) for number in numbers]
 
-    def outcomes(self, job: TierJob) -> list[Outcome]:
+    def outcomes(self, job: TierJob, allowed: Set[Outcome] = _ANY, what: str = "") -> list[Outcome]:
+        """Wait for a job, and check that all of its outcomes are allowed; `what` says in the error what was done."""
         outcomes = job.wait(self.timeout)
         assert len(outcomes) == len(job.keys), f"{len(outcomes)} outcomes of {len(job.keys)} keys"
         assert job.done, "wait has returned, and done is False"
+        assert allowed >= set(outcomes), f"{what}: {names(outcomes)}"
         return outcomes
 
     def fill(self, numbers: Sequence[int]) -> list[int]:
@@ -139,18 +143,17 @@ class TierSession:
             self.pools.fill(entry, number)
         return list(range(len(numbers)))
 
-    def put(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None) -> list[Outcome]:
+    def put(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None, allowed: Set[Outcome] = _ANY) -> None:
         entries = self.fill(numbers)
-        outcomes = self.outcomes(self.tier.put(self.keys(numbers) if keys is None else keys, entries))
+        job = self.tier.put(self.keys(numbers) if keys is None else keys, entries)
+        self.outcomes(job, allowed, "put, with room for all")
         for entry, number in zip(entries, numbers, strict=True):
             assert self.pools.version(entry) == number, f"put has written to entry {entry} of the pool"
-        return outcomes
 
     def put_all(self, numbers: Sequence[int], keys: Sequence[bytes] | None = None) -> None:
         for start in range(0, len(numbers), self.count):
             part = slice(start, start + self.count)
-            outcomes = self.put(numbers[part], None if keys is None else keys[part])
-            assert set(outcomes) <= {DONE}, f"put, with room for all: {names(outcomes)}, instead of DONE"
+            self.put(numbers[part], None if keys is None else keys[part], {DONE})
 
     def get(self, keys: Sequence[bytes]) -> list[int | None]:
         """Fetch keys to entries from the last one down. Returns the numbers of their contents, None for MISSING."""
@@ -182,8 +185,7 @@ class TierSession:
             part = keys[start : start + self.count]
             found = self.get(part)
             assert not any(each is not None for each in found), f"{why}: get finds {found} for {part}"
-            asked = self.outcomes(self.tier.exists(part))
-            assert set(asked) <= {MISSING}, f"{why}: exists says {names(asked)} for {part}"
+            self.outcomes(self.tier.exists(part), {MISSING}, f"{why}: exists of {part}")
             assert not any(self.tier.contains(part)), f"{why}: contains says {self.tier.contains(part)} for {part}"
 
 

@@ -41,14 +41,14 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
 
 def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
     """Return one fixed cost, and for each row size the price of an operation and of a row."""
-    widths = np.array([each.shape.nbytes // each.shape.rows for each in samples])
-    sizes = np.unique(widths)
+    shapes = [each.shape for each in samples]
+    numbers = np.array([(shape.nbytes // shape.rows, shape.operations, shape.rows) for shape in shapes])
+    widths, sizes = numbers[:, 0], np.unique(numbers[:, 0])
     columns = np.zeros((len(samples), 1 + 2 * len(sizes)))
     columns[:, 0] = 1.0
     for index, size in enumerate(sizes):
         here = widths == size
-        columns[here, 1 + 2 * index] = [each.shape.operations for each in samples if _width(each) == size]
-        columns[here, 2 + 2 * index] = [each.shape.rows for each in samples if _width(each) == size]
+        columns[here, 1 + 2 * index : 3 + 2 * index] = numbers[here, 1:]
     prices = solve(columns, np.array([each.seconds for each in samples]))
     row_bytes = tuple(int(size) for size in sizes)
     return StridedCosts(float(prices[0]), row_bytes, _floats(prices[1::2]), _floats(prices[2::2]))
@@ -63,10 +63,6 @@ def fit_host(samples: Sequence[Sample]) -> dict[str, HostCosts]:
         columns[:, 1] = [driver_copies(copier, each.shape) for each in own]
         found[str(copier)] = HostCosts(*_floats(solve(columns, np.array([each.seconds for each in own]))))
     return found
-
-
-def _width(sample: Sample) -> int:
-    return sample.shape.nbytes // sample.shape.rows
 
 
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:

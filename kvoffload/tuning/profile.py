@@ -149,30 +149,15 @@ def _host_seconds(found: dict[str, HostCosts], copier: CopierName, shape: Shape)
 def _limit(costs: Costs, link: float) -> Costs:
     strided = costs.strided
     assert strided is not None
-    fixed = strided.fixed
-
-    def limit(flat: FlatCosts) -> FlatCosts:
-        return FlatCosts(
-            tuple(
-                Curve(
-                    curve.nbytes,
-                    curve.counts,
-                    tuple(
-                        max(seconds, fixed + count * curve.nbytes / link)
-                        for count, seconds in zip(curve.counts, curve.seconds, strict=True)
-                    ),
-                )
-                for curve in flat.curves
-            )
-        )
-
-    rows = zip(strided.row_bytes, strided.row_seconds, strict=True)
-    return replace(
-        costs,
-        link=min(costs.link, link),
-        strided=replace(strided, row_seconds=tuple(max(seconds, nbytes / link) for nbytes, seconds in rows)),
-        flat={name: limit(flat) for name, flat in costs.flat.items()},
-    )
+    limited = {}
+    for name, flat in costs.flat.items():
+        curves = []
+        for nbytes, counts, seconds in flat.curves:
+            least = [strided.fixed + count * nbytes / link for count in counts]
+            curves.append(Curve(nbytes, counts, tuple(map(max, seconds, least))))
+        limited[name] = FlatCosts(tuple(curves))
+    rows = map(max, strided.row_seconds, [nbytes / link for nbytes in strided.row_bytes])
+    return replace(costs, link=min(costs.link, link), strided=replace(strided, row_seconds=tuple(rows)), flat=limited)
 
 
 # the profile of a device ----------------------------------------------------------------------------------------------

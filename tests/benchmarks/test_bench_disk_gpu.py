@@ -45,18 +45,18 @@ def test_wrong_transfers_are_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: str
 ) -> None:
     """A byte of the slots is wrong after stores, and before loads, of the pool."""
-    real: Any = getattr(OffloadEngine, direction)
+    real = OffloadEngine.submit
 
-    def transfer(engine: OffloadEngine, blocks: Any, slots: Any, **options: Any) -> Any:
-        if direction == "load":
-            engine.slots[blocks[0], 0] = ~engine.slots[blocks[0], 0]
-        job = real(engine, blocks, slots, **options)
+    def submit(engine: OffloadEngine, towards: Any, blocks: Any, slots: Any, **options: Any) -> Any:
+        if towards == direction == "load":
+            engine.slots[slots[0], 0] = ~engine.slots[slots[0], 0]
+        job = real(engine, towards, blocks, slots, **options)
         job.wait()
-        if direction == "store":
+        if towards == direction == "store":
             engine.slots[slots[0], 0] ^= 1
         return job
 
-    monkeypatch.setattr(OffloadEngine, direction, transfer)
+    monkeypatch.setattr(OffloadEngine, "submit", submit)
     monkeypatch.setattr(disk_gpu, "TRANSFERS", 1)
     assert main([*SMALL, "--path", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()[-2:]

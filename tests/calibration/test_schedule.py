@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,14 +13,7 @@ import kvoffload
 from kvoffload.calibration import FULL, MINIATURE, Scale, tune
 from kvoffload.calibration.compute import LARGE, SMALL, Computation, kernel_spec
 from kvoffload.calibration.measure import deviations
-from kvoffload.calibration.schedule import (
-    Trial,
-    TrialSet,
-    check_sets,
-    flat_sets,
-    same_trials,
-    strided_sets,
-)
+from kvoffload.calibration.schedule import TrialSet, check_sets, flat_sets, strided_sets
 from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.kernels import compile_kernel
 from kvoffload.layout.coding import CODECS
@@ -41,21 +35,13 @@ def all_sets(scale: Scale, missing: dict[str, str]) -> list[TrialSet]:
     return [*flat_sets(scale, missing), *strided_sets(scale), *check_sets(scale, missing)]
 
 
-def test_the_schedule_covers_the_copy_engine_in_both_directions() -> None:
-    for direction in Direction:
-        copiers = {trial.copier for trial_set in all_sets(FULL, {}) for trial in trial_set.trials[direction]}
-        assert copiers == {"strided", "batch", "loop"}
+def test_the_schedule_covers_the_copy_engine() -> None:
+    assert {each.copier for each in all_sets(FULL, {}) if each.blocks} == {"strided", "batch", "loop"}
 
 
 def test_nothing_that_is_missing_is_timed() -> None:
     missing = {"pack": "no Triton", "batch": "an old driver"}
-    methods = {
-        trial.copier
-        for trial_set in all_sets(FULL, missing)
-        for trials in trial_set.trials.values()
-        for trial in trials
-    }
-    assert methods == {"strided", "loop"}
+    assert {each.copier for each in all_sets(FULL, missing)} == {"strided", "loop"}
 
 
 def test_the_schedule_stays_within_memory() -> None:
@@ -63,10 +49,9 @@ def test_the_schedule_stays_within_memory() -> None:
         limit = FULL.pitch if trial_set.folds else FULL.scattered_bytes
         if trial_set.planes > 1:
             assert trial_set.most_blocks * trial_set.block_bytes <= limit
-        for direction, trials in trial_set.trials.items():
-            for trial in trials:
-                assert trial.blocks >= 1
-                assert trial_set.shape(direction, trial.blocks).nbytes <= FULL.most_bytes
+        for blocks in trial_set.blocks:
+            assert blocks >= 1
+            assert trial_set.shape(Direction.STORE, blocks).nbytes <= FULL.most_bytes
 
 
 def test_heights_tell_the_price_of_an_operation_from_that_of_a_row() -> None:
@@ -91,11 +76,10 @@ def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None
     def timed(trial_sets: Iterable[TrialSet], noise: float = 0.02) -> dict[Direction, list[Sample]]:
         found: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
         for trial_set in trial_sets:
-            for direction, trials in trial_set.trials.items():
-                for trial in trials:
-                    shape = trial_set.shape(direction, trial.blocks)
-                    seconds = truth.seconds(trial.copier, shape) * (1 + noise * random.standard_normal())
-                    found[direction].append(Sample(trial.copier, shape, seconds))
+            for direction, blocks in product(Direction, trial_set.blocks):
+                shape = trial_set.shape(direction, blocks)
+                seconds = truth.seconds(trial_set.copier, shape) * (1 + noise * random.standard_normal())
+                found[direction].append(Sample(trial_set.copier, shape, seconds))
         return found
 
     samples = timed([*flat_sets(FULL, {}), *strided_sets(FULL)])
@@ -115,46 +99,42 @@ def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None
 def test_trials_move_what_they_say(device: kvoffload.Device) -> None:
     """One timed transfer of each copy method, bytes compared."""
     copiers: tuple[CopierName, ...] = ("strided", "batch", "loop")
-    trials = [Trial(copier, 4) for copier in copiers]
     with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
-        for trial_set in (same_trials(False, 4, 256, trials[1:]), same_trials(True, 4, 256, trials)):
-            with TrialEngine(device, memory, trial_set) as trial_engine:
+        for copier in copiers:
+            with TrialEngine(device, memory, TrialSet(copier, 4, 256, [4])) as trial_engine:
                 engine = trial_engine.engine
-                for trial in trial_set.trials[Direction.LOAD]:
-                    engine.slots[:] = np.random.default_rng(1).integers(0, 256, engine.slots.shape, np.uint8)
-                    before = engine.slots.copy()
-                    assert trial_engine.submit(Direction.LOAD, trial).wait().copier == trial.copier
-                    engine.slots[:] = 0
-                    assert trial_engine.submit(Direction.STORE, trial).wait().nbytes == 4 * 4 * 256
-                    moved = engine.slots.any(axis=1)
-                    assert moved.sum() == 4
-                    assert (engine.slots[moved, :1024] == before[moved, :1024]).all()
+                engine.slots[:] = np.random.default_rng(1).integers(0, 256, engine.slots.shape, np.uint8)
+                before = engine.slots.copy()
+                assert trial_engine.submit(Direction.LOAD, 4).wait().copier == copier
+                engine.slots[:] = 0
+                assert trial_engine.submit(Direction.STORE, 4).wait().nbytes == 4 * 4 * 256
+                moved = engine.slots.any(axis=1)
+                assert moved.sum() == 4
+                assert (engine.slots[moved, :1024] == before[moved, :1024]).all()
 
 
 def test_rounds_are_interleaved_and_the_first_does_not_count(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
+    order: list[int] = []
 
-    def seconds(self: TrialEngine, direction: Direction, trial: Trial) -> float:  # noqa: ARG001
-        order.append(trial.copier)
+    def seconds(self: TrialEngine, direction: Direction, count: int) -> float:  # noqa: ARG001
+        order.append(count)
         return 100.0 if len(order) <= 2 else float(len(order))
 
     monkeypatch.setattr(TrialEngine, "seconds", seconds)
-    trial_set = same_trials(True, 2, 64, [Trial("strided", 1), Trial("loop", 1)])
+    trial_set = TrialSet("strided", 2, 64, [1, 2])
     with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory, TrialEngine(device, memory, trial_set) as trial_engine:
-        samples = trial_engine.rounds(Direction.LOAD, trial_set.trials[Direction.LOAD], lambda: 3)
-    assert order == ["strided", "loop"] * 4
+        samples = trial_engine.rounds(Direction.LOAD, trial_set.blocks, lambda: 3)
+    assert order == [1, 2] * 4
     assert [each.seconds for each in samples] == [5.0, 6.0]
     assert trial_engine.counted == 6
 
 
 def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.Device) -> None:
-    trials = [Trial("strided", 1), Trial("strided", 1000)]
-    with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
-        trial_set = same_trials(True, 4, 1024, trials)
-        with TrialEngine(device, memory, trial_set) as trial_engine:
-            samples = trial_engine.rounds(Direction.STORE, trials, lambda: 1)
+    trial_set = TrialSet("strided", 4, 1024, [1, 1000])
+    with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory, TrialEngine(device, memory, trial_set) as trial_engine:
+        samples = trial_engine.rounds(Direction.STORE, trial_set.blocks, lambda: 1)
     assert [each.shape.blocks for each in samples] == [1]
 
 

@@ -338,14 +338,14 @@ def test_demo_is_seeded(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_turns_come_back_with_their_history() -> None:
     turns = list(demo_module.chat(conversations=3, turns=4, seed=9))
     assert len(turns) == 12
-    latest: dict[int, tuple[bytes, ...]] = {}
-    for turn in turns:
-        before = latest.get(turn.conversation, turn.keys[:8])
-        assert turn.keys[: len(before)] == before
-        assert len(turn.keys) > len(before)
-        latest[turn.conversation] = turn.keys
-    assert len({keys[:8] for keys in latest.values()}) == 1  # one system prompt
-    assert len({keys[8] for keys in latest.values()}) == 3
+    assert len({keys[:8] for keys in turns}) == 1  # one system prompt
+    latest: dict[bytes, tuple[bytes, ...]] = {}  # by the first key of a conversation's own
+    for keys in turns:
+        before = latest.get(keys[8], keys[:8])
+        assert keys[: len(before)] == before
+        assert len(keys) > len(before)
+        latest[keys[8]] = keys
+    assert len(latest) == 3
 
 
 def test_demo_with_a_wrong_byte_is_exit_code_1(

@@ -18,10 +18,8 @@ from kvoffload.replay.hits import (
     Disk,
     HostPool,
     Policies,
-    RandomShare,
     Served,
     Survey,
-    Through,
     TierResult,
     hits_with_disk,
     make_writes,
@@ -43,7 +41,7 @@ run = pytest.fixture(running("replay", "--metadata-only"))
 
 
 def test_hits_of_each_tier_by_hand() -> None:
-    index = HostPool(4, "lru", [Disk(8, "lru")], Through())
+    index = HostPool(4, "lru", [Disk(8, "lru")], make_writes("through", 8, least_hits=0.0))
     assert index.serve(keys_of([1, 2, 3])) == Served((0, 0), (3,))
     assert index.serve(keys_of([1, 2, 4])) == Served((2, 0), (1,))
     assert index.serve(keys_of([5, 6, 7, 8])) == Served((0, 0), (4,))  # the host has lost the others, not the disk
@@ -53,7 +51,7 @@ def test_hits_of_each_tier_by_hand() -> None:
 
 def test_a_gap_ends_the_hits() -> None:
     disk = Disk(8, "lru")
-    index = HostPool(3, "lru", [disk], Through())
+    index = HostPool(3, "lru", [disk], make_writes("through", 8, least_hits=0.0))
     index.serve(keys_of([1, 2, 3]))
     disk.index.remove(keys_of([2]))
     disk.keys.difference_update(keys_of([2]))
@@ -89,7 +87,7 @@ def test_without_a_disk_the_hits_are_the_hosts(seed: int) -> None:
 
 
 def test_a_random_share_writes_whole_requests() -> None:
-    writes = RandomShare(0.5, 0)
+    writes = make_writes("random", 0, least_hits=0.0, share=0.5)
     counts = []
     for number in range(200):
         keys = keys_of(range(100 * number, 100 * number + 10))
