@@ -268,7 +268,7 @@ class Prefix(Policy):
         """
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        bounds = self._lower_bounds()
+        bounds = lower_bounds(self._queues, self._model.chain_worths, self._now)
         if admitted - room == 1 and bounds:
             run: Run = next(iter(self._queues[min(bounds)[1]]))
             key = run.keys[-1] if run.keys else b""
@@ -289,18 +289,6 @@ class Prefix(Policy):
             victims += keys[:count]
             del keys[:count]
         return Room(admitted, victims)
-
-    def _lower_bounds(self) -> list[Bound]:
-        """Return the chain worth of the first run in each queue, which is a lower bound for the later ones, and the
-        queue's kind.
-        """
-        chain_worths, now, bounds = self._model.chain_worths, self._now, list[Bound]()
-        for kind, queue in enumerate(self._queues):
-            if queue:
-                time = next(iter(queue)).time
-                worth = time if chain_worths is None else chain_worths[kind][bisect_right(EDGES, now - time) - 1]
-                bounds.append((worth, kind))
-        return bounds
 
     def _heads(
         self, bounds: list[Bound], walks: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]]
@@ -444,6 +432,19 @@ def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple
 def _count_neighbours(runs: Iterable[Run]) -> list[tuple[Run, int]]:
     """Count how often each run follows itself."""
     return [(run, len(list(same))) for run, same in groupby(runs)]
+
+
+def lower_bounds(queues: list[Queue], chain_worths: list[list[float]] | None, now: int) -> list[Bound]:
+    """Return the chain worth of the first run in each queue, which is a lower bound for the later ones, and the
+    queue's kind.
+    """
+    bounds = list[Bound]()
+    for kind, queue in enumerate(queues):
+        if queue:
+            time = next(iter(queue)).time
+            worth = time if chain_worths is None else chain_worths[kind][bisect_right(EDGES, now - time) - 1]
+            bounds.append((worth, kind))
+    return bounds
 
 
 def walk(
