@@ -10,7 +10,7 @@ import pytest
 from counting import steps
 
 from kvoffload import CacheIndex
-from kvoffload.cache.policies import ARC, POLICIES, S3FIFO, Policy, Protected, make_policy
+from kvoffload.cache.policies import ARC, LRU, POLICIES, S3FIFO, Policy, Protected, make_policy
 
 NAMES = ["lru", "arc", "s3fifo", "prefix"]
 ADMITS_ALL = ["lru", "arc", "s3fifo"]
@@ -170,6 +170,18 @@ def test_pitfall_27_victims_one_at_a_time_cost_as_much_as_many_at_once(name: str
 # what each of them is for
 
 
+def test_lru_gives_up_the_least_recently_used_first() -> None:
+    policy = LRU()
+    policy.insert(keys(0, 1, 2, 3))
+    policy.touch(keys(3))
+    policy.insert(keys(9))
+    policy.load(keys(1))
+    assert list(policy) == keys(2, 0, 3, 9, 1)
+    assert policy.victims(3, nothing) == keys(2, 0, 3)
+    assert policy.victims(3, set(keys(2, 3)).__contains__) == keys(0, 9, 1)
+    assert repr(policy) == "LRU(5 keys)"
+
+
 def hits_beside_scans(name: str) -> int:
     """Hits on 60 keys asked for over and over, between scans of keys that never come back."""
     policy, capacity, hits, fresh = make_policy(name, 100), 100, 0, iter(range(1_000, 100_000))
@@ -189,6 +201,35 @@ def test_a_scan_does_not_wash_out_what_is_used_often(name: str) -> None:
     assert hits_beside_scans(name) > 0.95 * asked
 
 
+def test_arc_learns_from_what_comes_back() -> None:
+    policy = ARC(4)
+    policy.insert(keys(0, 1, 2, 3))
+    policy.load(keys(0, 1))
+    assert policy.evict(1, nothing) == keys(3)
+    policy.insert(keys(3))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 1)"
+    assert policy.evict(1, nothing) == keys(1), "T1 is as large as it should be"
+    policy.insert(keys(1))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 0)"
+    policy.remove(keys(2), evicted=False)
+    policy.insert(keys(2))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 0)", "what was not evicted is not remembered"
+
+
+def test_arc_never_wants_more_than_there_is() -> None:
+    """One key that comes back outweighs many that have not: p would pass the capacity."""
+    policy = ARC(4)
+    policy.insert(keys(0, 1, 2, 3))
+    policy.load(keys(0, 1, 2, 3))
+    assert policy.evict(3, nothing) == keys(3, 2, 1)
+    for back, target in ((10, 3), (11, 4)):
+        policy.insert(keys(back))
+        stays = set(policy).difference(keys(back))
+        assert policy.evict(1, stays.__contains__) == keys(back)
+        policy.insert(keys(back))
+        assert f"B1 0, B2 3, p {target}" in repr(policy)
+
+
 def test_arc_remembers_no_more_than_the_paper_allows(seed: int) -> None:
     policy, chance = ARC(16), random.Random(seed)
     seen = set[str]()
@@ -201,6 +242,65 @@ def test_arc_remembers_no_more_than_the_paper_allows(seed: int) -> None:
         assert 0 <= policy._target <= 16
         seen.add(repr(policy))
     assert len({each.split()[-1] for each in seen}) > 4, "p has moved"
+
+
+def test_s3fifo_keeps_what_survives_the_small_queue() -> None:
+    policy = S3FIFO(20)
+    policy.insert(keys(0, 1, 2, 3, 4))
+    policy.touch(keys(0, 1, 2, 3, 4))
+    policy.touch(keys(4, 3))
+    policy.touch(keys(4, 2))
+    policy.touch(keys(2))
+    assert policy.victims(2, nothing) == keys(3, 1)
+    assert list(policy) == keys(4, 3, 2, 1, 0), "4 and 2 move on when the others go, and not before"
+    assert policy.evict(2, nothing) == keys(3, 1)
+    assert list(policy) == keys(0, 4, 2)
+    assert repr(policy) == "S3FIFO(3 of 20 keys: small 1, main 2, ghosts 2)"
+    policy.insert(keys(1))
+    assert list(policy) == keys(0, 4, 2, 1), "remembered, so it has survived"
+    assert repr(policy) == "S3FIFO(4 of 20 keys: small 1, main 3, ghosts 1)"
+
+
+def main_of(*uses: int) -> S3FIFO:
+    """A policy with main queue 0, 1, ... of so many uses, and nothing in the small queue."""
+    policy = S3FIFO(20)
+    names = keys(*range(len(uses)))
+    policy.insert(names[::-1])
+    policy.evict(len(names), nothing)
+    policy.insert(names[::-1])
+    policy.touch(names)
+    for name, times in zip(names, uses, strict=True):
+        for _ in range(times):
+            policy.touch([name])
+    assert list(policy._main) == names
+    return policy
+
+
+def test_s3fifo_gives_another_round_for_every_use_up_to_three() -> None:
+    assert main_of(1, 0, 2).victims(3, nothing) == keys(1, 0, 2)
+    assert main_of(3, 50, 1).victims(3, nothing) == keys(2, 0, 1)
+    policy = main_of(1, 0, 2)
+    assert policy.evict(1, nothing) == keys(1)
+    assert list(policy) == keys(2, 0)
+    policy.touch(keys(0))
+    assert policy.evict(1, nothing) == keys(0)
+    assert repr(policy) == "S3FIFO(1 of 20 keys: small 0, main 1, ghosts 0)", "who leaves the main queue is forgotten"
+
+
+@pytest.mark.parametrize("meanwhile", ["load", "touch", "insert", "remove", "removed itself", "others go", "more go"])
+def test_s3fifo_drops_moves_if_anything_else_comes_between(meanwhile: str) -> None:
+    policy = main_of(1, 0, 0, 0)
+    assert policy.victims(1, nothing) == keys(1), "0 would get another round"
+    going = {"others go": keys(2), "more go": keys(1, 2)}.get(meanwhile, keys(1))
+    if meanwhile in ("load", "touch"):
+        getattr(policy, meanwhile)(keys(3))
+    elif meanwhile == "insert":
+        policy.insert(keys(9))
+    elif meanwhile == "remove":
+        policy.remove(keys(3), evicted=False)
+    policy.remove(going, evicted=meanwhile != "removed itself")
+    assert next(iter(policy._main)) == key(0)
+    assert not set(going) & set(policy)
 
 
 def test_s3fifo_remembers_as_many_keys_as_the_main_queue_holds() -> None:

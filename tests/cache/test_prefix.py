@@ -143,6 +143,15 @@ def test_a_change_of_the_workload_is_noticed(in_time: bool) -> None:
     assert play(index, after[2_000:])[0] > 0.9 * 2_000 * 20
 
 
+def test_requests_need_not_be_touched() -> None:
+    """Whoever only stores and loads gets recency and frequency all the same."""
+    policy = Prefix(8)
+    policy.insert([b"a", b"b", b"c", b"d"])
+    policy.load([b"a", b"b"])
+    policy.load([b"c"])
+    assert policy.victims(4, lambda _: False) == [b"d", b"b", b"a", b"c"]
+
+
 # the model
 
 
