@@ -65,6 +65,52 @@ def test_without_a_handle_it_does(policy: Any) -> None:
     assert set(evicted) & set(keys(0, 1, 2, 3))
 
 
+def test_as_many_keys_of_a_piece_as_find_room_are_stored(policy: Any) -> None:
+    index = CacheIndex(8, policy=policy)
+    stored(index, 100, 101, 102)
+    with index.open_request() as request:
+        stored(index, 0, 1, 2, 3, 4, request=request)
+        reservation = stored(index, 5, 6, 7, 8, 9, request=request)
+    assert reservation.keys == tuple(keys(5, 6, 7))
+    assert reservation.declined == tuple(keys(8, 9))
+    assert set(reservation.evicted) == set(keys(100, 101, 102))
+
+
+def test_a_head_that_was_loaded_stays(policy: Any) -> None:
+    index = CacheIndex(4, policy=policy)
+    stored(index, 0, 1)
+    stored(index, 100, 101)
+    request = index.open_request()
+    index.load(keys(0, 1, 50), request=request)
+    assert request.keys == tuple(keys(0, 1, 50))
+    assert set(stored(index, 2, 3, request=request).evicted) == set(keys(100, 101))
+    assert stored(index, 4, request=request).keys == ()
+    assert hits(index, 0, 1, 2, 3) == [0, 1, 2, 3]
+
+
+def test_a_longer_list_names_keys_that_are_there(policy: Any) -> None:
+    """Keys that the request has neither stored nor loaded, since the device has them, become its own, too."""
+    index = CacheIndex(4, policy=policy)
+    stored(index, 0, 1)
+    stored(index, 100, 101)
+    request = index.open_request()
+    reservation = stored(index, 0, 1, 2, request=request)
+    assert (reservation.keys, reservation.present) == ((key(2),), tuple(keys(0, 1)))
+    stored(index, 3, request=request)
+    assert stored(index, 4, request=request).keys == ()
+    assert hits(index, 0, 1, 2, 3) == [0, 1, 2, 3]
+
+
+def test_other_requests_may_evict_them_unless_they_are_leased(policy: Any) -> None:
+    index = CacheIndex(4, policy=policy)
+    request = index.open_request()
+    stored(index, 0, 1, 2, 3, request=request)
+    with index.acquire(keys(0, 1)):
+        assert set(stored(index, 100, 101).evicted) == set(keys(2, 3))
+    assert stored(index, 2, request=request).evicted in ((key(100),), (key(101),))
+    index.check()
+
+
 def test_a_policy_that_names_its_keys_is_refused() -> None:
     class Spiteful(Fifo):
         def victims(self, count: int, protected: Protected) -> list[bytes] | None:
@@ -225,6 +271,24 @@ def test_prefix_takes_no_piece_for_the_end_of_a_request() -> None:
             stored(index, *range(begin, begin + 4), request=request)
         assert next(iter(index._state.pools.all[0].policy)) == key(103)
     assert {*list(index._state.pools.all[0].policy)[:2]} == {key(103), key(11)}
+
+
+def test_prefix_has_no_key_twice_when_keys_come_back() -> None:
+    """A failed store of an earlier piece, stored again; and keys evicted by others, stored again."""
+    index = CacheIndex(12)
+    request = index.open_request()
+    first = index.reserve(keys(0, 1, 2, 3), request=request)
+    stored(index, 4, 5, 6, 7, request=request)
+    first.abort()
+    stored(index, 0, 1, 2, 3, request=request)
+    index.remove(keys(5))
+    stored(index, 5, 8, request=request)
+    with index.acquire(keys(8)):
+        index.reserve(keys(*range(100, 108))).abort()
+    stored(index, *range(9), request=request)
+    order = list(index._state.pools.all[0].policy)
+    assert len(order) == len(set(order)) == len(index)
+    index.check()
 
 
 def test_lru_keeps_a_loaded_head_before_the_tail() -> None:
