@@ -62,14 +62,6 @@ def test_a_key_is_missing_then_pending_then_a_hit(index: CacheIndex) -> None:
     assert index.lookup(keys(0, 1, 2)) == 2
 
 
-def test_what_is_aborted_was_never_there(index: CacheIndex) -> None:
-    reservation = index.reserve(keys(0, 1))
-    reservation.abort()
-    assert index.status(keys(0, 1)) == [MISS, MISS]
-    assert (len(index), free_entries(index), index.statistics().failed) == (0, 4, 2)
-    assert store(index, keys(0, 1, 2, 3)).evicted == ()
-
-
 def test_a_block_commits_and_an_exception_aborts(index: CacheIndex) -> None:
     with index.reserve(keys(0)):
         assert index.status(keys(0)) == [PENDING]
@@ -118,23 +110,6 @@ def test_commits_take_jobs_and_nothing_else(index: CacheIndex) -> None:
     assert index.status(keys(0)) == [HIT]
 
 
-def test_two_requests_that_want_the_same_block_store_it_once(index: CacheIndex) -> None:
-    first = index.reserve(keys(0, 1))
-    second = index.reserve(keys(0, 1, 2))
-    assert (second.keys, second.positions, second.present) == (tuple(keys(2)), (2,), tuple(keys(0, 1)))
-    third = index.reserve(keys(2, 0))
-    assert (third.keys, third.indices, third.present) == ((), (), tuple(keys(2, 0)))
-    third.abort()
-    assert index.status(keys(0, 1, 2)) == [PENDING] * 3
-    first.abort()
-    again = index.reserve(keys(0, 1, 2))
-    assert (again.keys, again.present) == (tuple(keys(0, 1)), tuple(keys(2)))
-    second.commit()
-    again.commit()
-    assert index.lookup(keys(0, 1, 2)) == 3
-    assert index.statistics().stored == 3
-
-
 def test_entries_of_open_reservations_and_resident_keys_are_distinct(index: CacheIndex) -> None:
     store(index, keys(0))
     first, second = index.reserve(keys(1)), index.reserve(keys(2, 3))
@@ -145,30 +120,6 @@ def test_entries_of_open_reservations_and_resident_keys_are_distinct(index: Cach
     lease.release()
     first.abort()
     second.abort()
-
-
-def test_reservations_say_what_was_given_up(index: CacheIndex) -> None:
-    store(index, keys(0, 1, 2, 3))
-    reservation = index.reserve(keys(4, 5))
-    assert len(reservation.evicted) == 2
-    assert set(reservation.evicted) < set(keys(0, 1, 2, 3))
-    assert index.status(list(reservation.evicted)) == [MISS, MISS]
-    assert len(index) == 4
-    reservation.abort()
-    assert (len(index), free_entries(index)) == (2, 2), "what was given up is gone, whatever becomes of the new keys"
-
-
-@pytest.mark.parametrize("wanted", [(5, 6, 7), (0, 5, 6), (5, 6, 7, 8, 9), (0, 1, 2, 3, 4)])
-def test_pitfall_24_a_refused_reservation_changes_nothing(index: CacheIndex, wanted: tuple[int, ...]) -> None:
-    """Of four keys one is pending and one is leased."""
-    store(index, keys(0, 1, 2))
-    pending = index.reserve(keys(3))
-    with index.acquire(keys(1)):
-        before = state(index)
-        with pytest.raises(CapacityError, match=r"\(capacity 4\), and too few of 4 may be evicted"):
-            index.reserve(keys(*wanted), all_or_nothing=True)
-        assert state(index) == before
-    pending.abort()
 
 
 def test_a_refusal_counts_keys_and_free_entries() -> None:
@@ -268,17 +219,6 @@ def test_entries_are_held_and_loaded_in_one_call(index: CacheIndex) -> None:
         index.records.release(record)
         assert index.statistics().pinned == 0
         index.check()
-
-
-def test_a_lease_protects_from_eviction(index: CacheIndex) -> None:
-    store(index, keys(0, 1, 2, 3))
-    lease = index.acquire(keys(1, 3))
-    assert index.statistics().pinned == 2
-    assert set(store(index, keys(4, 5)).evicted) == set(keys(0, 2))
-    assert index.lookup(keys(1, 3)) == 2
-    lease.release()
-    assert index.statistics().pinned == 0
-    assert set(store(index, keys(6, 7, 8, 9)).evicted) == set(keys(1, 3, 4, 5))
 
 
 def test_every_lease_of_a_key_counts(index: CacheIndex) -> None:

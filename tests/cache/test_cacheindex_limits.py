@@ -236,29 +236,6 @@ def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: Any) 
     index.check()
 
 
-def test_a_quota_does_not_take_more_from_others_than_it_may_use() -> None:
-    """Room beyond the quota is of no use: then its own keys go, and nobody else's."""
-    tenants = {"tenant": Tenant(max_blocks=4, priority=3), "low": Tenant(priority=-1)}
-    index = CacheIndex(8, policy="lru", tenants=tenants)
-    store(index, names("low", 4), "low")
-    store(index, names("tenant", 4), "tenant")
-    assert store(index, names("tenant", 3, 4), "tenant").evicted == tuple(reversed(names("tenant", 3, 1)))
-    assert of(index, "low") == 4
-    index.remove(names("tenant", 7))
-    store(index, names("low", 4, 4), "low")
-    assert len(index) == 8
-    reservation = store(index, names("tenant", 2), "tenant")
-    assert (len(reservation.keys), of(index, "low")) == (2, 6), "up to the quota, others make room"
-
-
-def test_the_pool_with_the_most_keys_gives_first_among_equals() -> None:
-    index = CacheIndex(9, policy="lru", tenants={name: Tenant(max_blocks=9) for name in "abc"})
-    for name, count in (("a", 2), ("b", 4), ("c", 3)):
-        store(index, names(name, count), name)
-    assert store(index, names("new", 1)).evicted == (b"b-3",)
-    assert store(index, names("a", 1, 2), "a").evicted == (b"b-2",), "with three each, one that has them longest"
-
-
 # against a plain model: LRU, quotas, priorities
 
 

@@ -54,44 +54,7 @@ def test_random_operations_while_calls_fail_and_clocks_jump(
     assert counts["error"] + counts["late_error"] + counts["sync_error"] + counts["short"] + counts["hang"] > 20
 
 
-class WrongReads(ChaosFiles):
-    """One byte of some payloads is not what was written."""
-
-    def preadv(self, file: int, views: Sequence[memoryview], offset: int) -> int:
-        count = super().preadv(file, views, offset)
-        if count >= PAGE and self._random.random() < 0.1:
-            views[0][17] ^= 1
-        return count
-
-
-def test_flipped_bytes_of_reads_are_misses(folder: Path, memory: Memory) -> None:
-    calls = WrongReads(3)
-    with_faults = make_tier(folder, memory, operations=calls)
-    found = 0
-    for round_ in range(40):
-        put_all(with_faults, memory, 10 * round_)
-        found += len(fetch(with_faults, memory, KEYS))  # compares every byte
-        with_faults.remove(KEYS).wait(SECONDS)
-    assert 0 < found < 40 * len(KEYS)
-    assert with_faults.statistics().corrupt > 0
-    assert with_faults.close(SECONDS)
-
-
 # calls that fail ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most_bytes", [1000, 4095, 4097])
-def test_every_transfer_is_short(folder: Path, memory: Memory, most_bytes: int) -> None:
-    calls = FaultyFiles()
-    calls.most_bytes = most_bytes
-    tier = make_tier(folder, memory, operations=calls)
-    assert set(put_all(tier, memory, 1)) == {DONE}
-    assert fetch(tier, memory, KEYS) == versions(1)
-    assert set(tier.remove(KEYS[:2]).wait(SECONDS)) == {DONE}
-    assert tier.close(SECONDS)
-    again = make_tier(folder, memory)
-    assert fetch(again, memory, KEYS) == versions(3, KEYS[2:])
-    assert again.close(SECONDS)
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
@@ -251,43 +214,6 @@ def test_close_does_not_wait_for_a_sync_that_hangs(hanging: tuple[DiskTier, Chao
 
 
 # files that change underneath -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_files_that_are_deleted_and_created_again_by_another_tier(folder: Path, memory: Memory, direct: bool) -> None:
-    """Two files of one name: each tier has its own."""
-    first = make_tier(folder, memory, direct=direct)
-    put_all(first, memory, 1)
-    for name in ("0.kv", "1.kv"):
-        (folder / name).unlink()
-    others = Memory(12)
-    second = make_tier(folder, others, direct=direct)
-    assert fetch(second, others, KEYS) == {}
-    put_all(second, others, 100)
-    assert fetch(first, memory, KEYS) == versions(1)
-    assert fetch(second, others, KEYS) == versions(100)
-    assert first.clear().wait(SECONDS) == [DONE]
-    assert set(put_all(first, memory, 200)) == {DONE}
-    assert first.close(SECONDS)
-    assert fetch(second, others, KEYS) == versions(100)
-    assert second.close(SECONDS)
-
-
-def test_a_file_that_is_replaced_by_one_of_another_set(folder: Path, memory: Memory) -> None:
-    (folder / "other").mkdir(mode=0o700)
-    other = make_tier(folder / "other", memory)
-    put_all(other, memory, 100)
-    assert other.close(SECONDS)
-    tier = make_tier(folder, memory)
-    put_all(tier, memory, 1)
-    for name in ("0.kv", "1.kv"):
-        os.replace(folder / "other" / name, folder / name)
-    assert fetch(tier, memory, KEYS) == versions(1)
-    assert set(tier.remove(KEYS).wait(SECONDS)) == {DONE}
-    assert tier.close(SECONDS)
-    again = make_tier(folder, memory)
-    assert fetch(again, memory, KEYS) == versions(100)
-    assert again.close(SECONDS)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 8192, 8300, 12288, 20480, 30000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -288,26 +287,6 @@ def test_pitfall_36_the_callers_context_is_current_again(gpu_device: kvoffload.D
         assert current_context() == int(mine)
     finally:
         cuda.cuCtxDestroy(mine)
-
-
-def test_pitfall_36_a_thread_without_a_context_can_do_everything(gpu_device: kvoffload.Device) -> None:
-    layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4096, num_blocks=8)])
-    problems: list[BaseException] = []
-
-    def life() -> None:
-        try:
-            assert current_context() == 0
-            with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
-                engine.store([0, 3], [0, 1]).wait(10)
-                engine.load([1], [5]).wait(10)
-            assert current_context() == 0
-        except BaseException as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=life)
-    thread.start()
-    thread.join(60)
-    assert problems == []
 
 
 def test_pitfall_07_every_default_stream_and_a_capturing_one(gpu_device: kvoffload.Device) -> None:

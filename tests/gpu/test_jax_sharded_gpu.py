@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from random_programs import jax_on, run_random_program
 from sharded_jax import PROGRAMS, JaxDevices, ShardedProgram, Spec
 
 import kvoffload
-from kvoffload import BlockCache
 from kvoffload.jax import OwnedCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -99,27 +97,6 @@ def test_updates_stay_in_place_on_both_gpus_and_blocks_are_moved(two: JaxDevices
             expected[[20, 21]] = expected[[turn + 1, turn]]
             assert (np.asarray(cache.arrays).astype(np.float32) == expected).all()
             assert addresses(cache) == ours
-
-
-def test_a_block_cache_on_it(two: JaxDevices) -> None:
-    described = {"tokens_per_block": 16, "block_axes": ("tokens", "heads", "dim")}
-    cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES, **described)
-    keys = kvoffload.chain_keys(range(48), layout=cache.layout, salt="")
-    values = np.random.default_rng(0).integers(0, 100, (3, *SHAPE[1:])).astype(np.float32)
-    update = updater(two.jax, cache)
-    read = two.jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))
-    with two.engine(cache) as engine:
-        blocks = BlockCache(engine)
-        cache.arrays = update(cache.arrays, np.array([3, 1, 2]), values)
-        blocks.store(keys, [3, 1, 2], after=cache).wait(30)
-        assert blocks.lookup(keys) == 3
-        logits = read(cache.arrays)
-        blocks.load(keys, [5, 6, 7], after=cache.after(logits))
-        cache.arrays = update(cache.arrays, np.array([3, 1, 2]), 0 * values)
-        found = np.asarray(cache.arrays).astype(np.float32)
-        assert (found[5:8] == values).all()
-        assert (found[:5] == 0).all()
-        assert (np.asarray(logits) == values.sum((0, 1, 2, 4))).all()
 
 
 # order, without the host
@@ -212,15 +189,6 @@ def test_an_update_that_moved_is_refused(two: JaxDevices) -> None:
 
 
 # the example and the document
-
-
-def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (EXAMPLE.parent.parent / "docs" / "jax.md").read_text()
-    found = re.search(r"<!-- run: several devices -->\n```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    given = sorted(two.devices, key=lambda device: device.index)
-    exec(found[1].replace("kvoffload.open_device(index)", "given[index]"), {"given": given})
-    assert capsys.readouterr().out == "True\n"
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:

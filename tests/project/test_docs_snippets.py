@@ -13,7 +13,7 @@ from documents import ROOT, Snippet, snippets
 SNIPPETS = snippets()
 RUNNABLE = [each for each in SNIPPETS if each.runs]
 ELSEWHERE = {
-    "several devices",  # `tests/jax/test_jax_sharded.py` and `tests/gpu` run it, with devices of their own
+    "several devices",  # `tests/jax/test_jax_sharded.py` runs it, with devices of its own
     "what a store brings",  # `tests/benchmarks/test_bench_fleet.py`: it needs the benchmarks
 }
 

@@ -98,18 +98,6 @@ def test_an_urgent_load_is_reported_before_those_that_it_overtook(held: int) -> 
 
 
 @pytest.mark.parametrize("held", DEVICES)
-def test_a_load_after_a_store_of_its_slot_waits_on_each_device(three: Machine, held: int) -> None:
-    streams = three.one_each()
-    three.hold(held, streams[held])
-    expected = [blocks(three, device, 1) for device in DEVICES]
-    stored = three.engine.store([1], [2], after=streams)
-    loaded = three.engine.load([2], [9], after=NO_WAIT)
-    three.settle()
-    let_run(three, stored, loaded)
-    assert [blocks(three, each, 9) for each in DEVICES] == expected
-
-
-@pytest.mark.parametrize("held", DEVICES)
 def test_a_store_after_a_load_of_its_slot_waits_on_each_device(three: Machine, held: int) -> None:
     streams = three.one_each()
     three.hold(held, streams[held])
