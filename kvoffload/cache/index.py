@@ -68,9 +68,11 @@ class CacheIndex(KeyCache):
 
     Raises:
         ValueError, TypeError: bad arguments.
-        CapacityError: the memory for `capacity` keys cannot be allocated, or there are tiers and no entries.
+        CapacityError: the memory for `capacity` keys cannot be allocated; there are tiers and no entries; or another
+            cache is over the `SharedPool`.
+        ClosedError: the `SharedPool` is closed.
         LayoutError: `pools` do not fit `capacity`.
-        With tiers, also the errors of `Tier.attach`.
+        With tiers, also the errors of `Tier.attach`; close the tiers yourself then.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class CacheIndex(KeyCache):
         Raises:
             LayoutError: `keys` is not a list of bytes.
             ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or is not a CacheRequest.
+            RuntimeError: called inside another call of the index, by a policy for example.
         """
         checked = check_keys(keys)
         locked(self, lambda state: state.use(checked, None if request is None else record_of(request, state)))
@@ -129,9 +132,11 @@ class CacheIndex(KeyCache):
     describe = KeyCache._describe
 
     def status_below(self, key: bytes) -> Status:
-        """Return whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell,
-        as `promote` does; MISS: none has it, or those that may have it failed lately and are not asked now. It
-        does not look whether the key has an entry. Never blocks; a hint.
+        """Return whether a tier of this index has a key that has no entry. HIT: a tier has it; PENDING: only asking a
+        tier would tell, as `promote` does; MISS: no tier has it, or those that may have it failed lately and are not
+        asked now. Without tiers always MISS; so it is over a shared pool, whose tiers are the owner's.
+
+        It does not look whether the key has an entry. Counts nothing, never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):
@@ -141,8 +146,8 @@ class CacheIndex(KeyCache):
     def restore(
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
-        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its
-        bytes are already. For programs that find them there after a restart. Reports no event.
+        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its bytes must be
+        already. For programs that find them there after a restart. Reports no event. The arguments are not kept.
 
         Args:
             keys: the oldest request's first; within a request in its order.
