@@ -74,9 +74,11 @@ class DeviceBuffer:
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
     def copy_from(self, array: ArrayLike, *, offset: int = 0) -> None:
-        """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there.
+        """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there; the array
+        is yours again then.
 
-        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers.
+        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers: end
+        those that use these bytes first.
 
         Args:
             array: bytes, or anything that numpy turns into an array; copied in C order.
@@ -114,8 +116,8 @@ class DeviceBuffer:
                 del self._copying[-1:]
 
     def to_numpy(self) -> UInt8Array:
-        """Return the bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see
-        `copy_from`.
+        """Return the bytes as a new host array, uint8, (nbytes,), when they are there. It follows the legacy default
+        stream, and waits for no other stream or transfer: wait for those that write the buffer first.
 
         Raises:
             ClosedError: the buffer or its device is closed, or this is a forked child.
@@ -199,10 +201,11 @@ class DeviceArray:
             )
 
     def view(self, dtype: Any) -> DeviceArray:
-        """Return the same memory and shape, with elements of another type of the same size. Nothing is copied.
+        """Return the same memory and shape, with elements of another type of the same size. Nothing is copied; the
+        result keeps the memory from being freed as garbage, as this array does.
 
         Raises:
-            ValueError: the sizes differ.
+            ValueError: the sizes of the elements differ.
             LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """
         if element_bytes(dtype_name(dtype)) != self.itemsize:
@@ -210,7 +213,9 @@ class DeviceArray:
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """Return the array's address, shape, strides in bytes and itemsize; ClosedError if the memory is freed."""
+        """Return the array's address, shape, strides in bytes and itemsize, for layouts. Nothing waits; the result does
+        not keep the memory. ClosedError if the memory is freed.
+        """
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)

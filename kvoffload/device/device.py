@@ -284,7 +284,9 @@ class Device:
 
         Raises:
             ValueError: no such priority.
-            ClosedError, DriverError, RuntimeError: as `allocate`.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         self.check_process()
         self.check_stream_priority(priority, "priority")
@@ -333,11 +335,12 @@ class Device:
         return bases
 
     def current(self) -> Current:
-        """Return a context manager: inside, the device's context is current for this thread; afterwards, the caller's
-        again.
+        """Return a context manager for one `with`: inside, the device's context is current for this thread; afterwards,
+        the one that was current before.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
+            DriverError: from `with`: the driver failed.
         """
         if self.closed or len(FORKS) != self._forks:
             self.check_open()
@@ -398,7 +401,8 @@ class Device:
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """Have `close` of the device first close this engine. The device does not keep the engine alive.
+        """Have `close` of the device first close this engine. Engines call it for themselves. The device does not keep
+        the engine alive, and knows it until it is garbage.
 
         Raises:
             ClosedError: this is a forked child.
@@ -419,13 +423,19 @@ class Device:
             engine.refuse_nested(call)
 
     def advance_engines(self) -> None:
-        """Ask the GPU, without waiting, which transfers have ended. (An unfinished one keeps its engine alive.)"""
+        """Ask the GPU, without waiting, which transfers of this device's engines have ended, so that engines that you
+        have dropped can become garbage: an unfinished transfer keeps its engine alive.
+        """
         for engine in self.engines():
             engine.advance()
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
-        """Return the engines with a plane in a range of device memory, on any `Device` of the same driver: a GPU may be
-        opened several times, and no two GPUs of a process have an address in common.
+        """Return the parts of engines with a plane that overlaps a range of device memory, closed ones included, on any
+        open `Device` of the same driver: a GPU may be opened several times, and no two GPUs of a process have an
+        address in common.
+
+        A part is what an engine has on one device, not the object that you made. Padding between blocks counts. The
+        list is a snapshot, and keeps its elements alive.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -467,10 +477,11 @@ class Device:
         ended.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
-        Arrays that you took from `engine.slots` stay valid; arrays over GPU memory do not.
+        Arrays that you took from `engine.slots` stay valid (over `host_memory` while you keep that mapped); arrays over
+        GPU memory do not.
 
         Args:
-            timeout: seconds to wait for all transfers together; None waits for as long as they take.
+            timeout: seconds to wait for all engines and transfers together; None waits for as long as they take.
 
         Raises:
             TimeoutError: an engine's transfers were still running, or another thread was opening or closing an engine.
