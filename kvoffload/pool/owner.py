@@ -130,7 +130,8 @@ class PoolOwner:
         self._thread.start()
 
     def close(self) -> None:
-        """End. Members go on without hits, and keep the memory mapped. Idempotent.
+        """End: stop serving, and close the tiers. Members go on without hits, and keep the memory mapped. Idempotent.
+        RuntimeError inside another call of the library.
 
         If there are members, or those of the last owner may still come back, the socket's file stays: by it the next
         owner knows that they will bring the memory.
@@ -141,9 +142,10 @@ class PoolOwner:
         self._thread.join()
 
     def statistics(self) -> list[dict[str, Any]]:
-        """Return for each region its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so
-        far. Messages that members had sent before this call count, unless more arrive than the owner can execute. After
-        `close`: no regions.
+        """Return a dict for each region: `name`, `members`, `nbytes`, `capacity`; keys `resident`, `pending` and
+        `pinned` now; `evicted` so far. Waits for the owner's thread. Messages that members had sent before this call
+        count, unless more arrive than the owner can execute. After `close`: no regions. RuntimeError inside another
+        call of the library.
         """
         counted: Future[list[dict[str, Any]]] = Future()
 
