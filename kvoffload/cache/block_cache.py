@@ -198,7 +198,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             LayoutError: `keys` or `blocks` are no such lists; `keys` repeats a key.
             ValueError: no such tenant; `request` is of another cache, or has another tenant; a policy chose keys that
                 must not be evicted.
-            TypeError, TransferError, DriverError, RuntimeError: as `OffloadEngine.store`.
+            TypeError: `after` or `request` is no such thing.
+            TransferError: a stream in `after` is being captured, or the CUDA context is lost.
+            DriverError: the driver failed before anything was queued.
+            RuntimeError: called inside another call in the same thread.
             No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
             refuses a group after the first, the keys evicted for this call may be gone.
         """
@@ -274,15 +277,21 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 one for each device.
             pending: also load keys whose store was submitted and has not ended; the GPU waits for it, the host does
                 not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
-            parts: as for `OffloadEngine.load`. With several groups only a number, which holds for each group. Groups
-                are copied one after another; to wait for one, `job.jobs[group].order_before(stream, part=k)`.
+            parts: copy the planes in parts, one after the other, for `job.order_before(stream, part=k)`: a number of
+                equal parts, or a list with the indices of the planes of each part. With several groups only a number,
+                which holds for each group. Groups are copied one after another; to wait for one,
+                `job.jobs[group].order_before(stream, part=k)`.
             request: the open request that loads the keys; they are its keys from now on, see `CacheRequest`.
 
         Raises:
             MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
             LayoutError: `keys`, `blocks` or `parts` are no such lists, or `blocks` repeats an id.
+            CapacityError: the engine has no room for the transfer.
             ClosedError: `request` has ended; the engine is closed; or this is a forked child.
-            CapacityError, ValueError, TypeError, TransferError, DriverError, RuntimeError: as `OffloadEngine.load`.
+            ValueError, TypeError: another argument.
+            TransferError: a stream in `after` is being captured, or the CUDA context is lost.
+            DriverError: the driver failed before anything was queued.
+            RuntimeError: called inside another call in the same thread.
             With one group nothing has changed then. With several, after any error but MissingKeyError the
             first may be loading: call `engine.drain` before you use the blocks.
         """

@@ -55,7 +55,8 @@ class CacheIndex(KeyCache):
         policy, tenants, store_after, max_load_blocks, on_event, tiers, write, hung: as for `BlockCache`.
         pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
             `Tier.attach`. They must stay mapped until `close` has returned True.
-        layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
+        layout: 16 bytes that say what the rows of all pools mean, see `Tier.attach`; None only if no tier is durable or
+            shared.
         seconds_per_key: seconds that computing the blocks of a key takes. Keys are not promoted if their tier, at its
             latest measured speed, would take longer. None: all are promoted.
 
@@ -159,7 +160,8 @@ class CacheIndex(KeyCache):
             How many keys the index has now: where a tenant has more than its quota, its oldest are left out.
 
         Raises:
-            LayoutError, ValueError: a bad argument, or the index holds something; nothing has changed.
+            LayoutError, ValueError: a bad argument, or the index has held a key; nothing has changed.
+            RuntimeError: called inside another call of the index, by a policy for example.
         """
         checked = check_keys(keys)
         return locked(self, lambda state: _restore(state, checked, entries, requests, tenants))

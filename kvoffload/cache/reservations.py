@@ -95,9 +95,9 @@ class Reservation:
 
         Args:
             jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
-                until all have succeeded; if one fails, the next call of the cache aborts the reservation.
-                With a codec always give them: only they tell which blocks do not fit. Without them such a key is a hit,
-                tiers get it, and each load of it fails.
+                until all have succeeded; if one fails, the next call of the cache aborts the reservation. A
+                `CacheIndex` takes none: wait for the transfers, then commit. With a codec always give them: only they
+                tell which blocks do not fit. Without them such a key is a hit, tiers get it, and each load of it fails.
 
         Raises:
             ClosedError: it was committed or aborted before.

@@ -110,8 +110,8 @@ class FaultyTier(ThreadedTier):
         return self._hung
 
     def fail_all(self) -> None:
-        """Let every get, put, removal and flush that begins from now on fail, as with a medium that is gone, until
-        `heal`.
+        """Let every get, put, removal and flush fail from now on, as with a medium that is gone, until `heal`. So do
+        calls that hang now, once they go on.
 
         Keys are FAILED, `drain` returns False. `exists` and `contains` still answer. Any thread may call this.
         """

@@ -240,8 +240,9 @@ class TierCapabilities:
         local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
             store.
-        pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, a cache
-            then waits until it has grown before it attaches its tiers, and gives them the rows that are pinned.
+        pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, the
+            constructor of a cache then waits, without a limit, until the pool grows no more, and gives its tiers the
+            rows that are pinned.
     """
 
     durable: bool
@@ -296,8 +297,7 @@ class Tier(ABC):
     write as a `kvoffload.tiers.ThreadedTier`, whose methods may block. `kvoffload.testing.check_tier` tests a tier
     against these docstrings.
 
-    The tiers of this package raise RuntimeError for an operation or `drain` inside another call of the library in the
-    same thread, as a signal handler may make one; and ClosedError for these in a forked child.
+    In a forked child the tiers of this package raise ClosedError for an operation, `drain` or `statistics`.
 
     Attributes:
         name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
@@ -360,6 +360,8 @@ class Tier(ABC):
         Raises:
             LayoutError: an argument is not as described. Nothing has happened. The other operations do the same.
             ClosedError: the tier is closed, or has no pool yet. The other operations and `drain` do the same.
+            RuntimeError: called inside another call of the library in the same thread, as by a signal handler. The
+                tiers of this package refuse that, here, in the other operations and in `drain`.
         """
 
     @abstractmethod
