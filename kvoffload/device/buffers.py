@@ -130,8 +130,8 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. Nothing is checked: no transfer, kernel or array of another library may use it any more.
-        Idempotent; does nothing in a forked child.
+        """Free the memory. End every transfer, kernel and use of another library's array over it first: nothing is
+        checked. Idempotent; does nothing in a forked child.
 
         Raises:
             DriverError: the driver failed, for example because the context is lost. Call it again then.

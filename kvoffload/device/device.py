@@ -212,7 +212,10 @@ class Device:
 
         Raises:
             ValueError: not integers of at least 1.
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         num_blocks, planes = at_least("num_blocks", num_blocks, 1), at_least("planes", planes, 1)
         block_bytes = at_least("block_bytes", block_bytes, 1)
@@ -240,7 +243,10 @@ class Device:
         Raises:
             ValueError: `count` is not an integer of at least 1.
             LayoutError: a number is not an integer of at least 1, or the stride is less than `block_bytes`.
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         count = at_least("count", count, 1)
         plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
@@ -263,9 +269,12 @@ class Device:
                 "float8_e4m3fn".
 
         Raises:
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
             ValueError: `shape` is not a sequence of positive integers.
             LayoutError: `dtype` is not the type of one element, or its size is unknown.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         name, extents = dtype_name(dtype), check_shape(shape)
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
@@ -303,7 +312,7 @@ class Device:
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
         """Return the base address of each plane's allocation: `result[group][plane]`. The device's context must be
-        current.
+        current: call it inside `with device.current():`.
 
         Mapped virtual memory without a gap between two planes is one allocation. Issues a KVOffloadWarning if the
         driver does not say whether a plane's memory is on this device.
@@ -359,7 +368,9 @@ class Device:
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked child. Call it before you take a lock, which the parent may have held."""
+        """Raise ClosedError in a forked child of the process that opened the device; not for a closed device. Call it
+        before you take a lock, which the parent may have held.
+        """
         if self.foreign:
             raise ClosedError(
                 f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not "
@@ -448,8 +459,8 @@ class Device:
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
 
-        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An interrupted `acquire` could
-        leave it locked for ever.)
+        The lock is not held on return: take it then with `with device.lifecycle:`, which waits without a limit. (An
+        interrupted `acquire` could leave it locked for ever.)
 
         Raises:
             TimeoutError: another thread held it all the time.
@@ -473,8 +484,8 @@ class Device:
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer and stream, release the context. Your own kernels must have
-        ended.
+        """Drain and close the engines, free every buffer and stream, release the context. End your own work on the GPU
+        first: this waits for transfers only.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
         Arrays that you took from `engine.slots` stay valid (over `host_memory` while you keep that mapped); arrays over

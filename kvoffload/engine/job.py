@@ -485,9 +485,10 @@ class Job(Waitable[TransferResult]):
         all the same: check `wait()` or `poll()`.
 
         Args:
-            stream: a handle, or an object with `__cuda_stream__`. For a job of a `ShardedEngine`, a list or tuple with
-                one stream per device, in their order. Each waits for its own device only. A collective operation
-                follows the transfer on all devices, since it starts when all streams have reached it.
+            stream: a handle (0: the legacy default stream), or an object with `__cuda_stream__`. For a job of a
+                `ShardedEngine`, a list or tuple with one stream per device, in their order. Each waits for its own
+                device only. A collective operation follows the transfer on all devices, since it starts when all
+                streams have reached it.
             part: for a load in parts: wait for this part, counted from 0, and all before it. None waits for the whole
                 transfer.
 

@@ -226,8 +226,8 @@ class RouterEvents:
 
     def take(self) -> Batch | None:
         """Return the messages since the previous call, as a batch for you to send; None if there are none. The batch is
-        also kept for `since`, where the oldest one goes if there are more than `most_batches`. Call it often enough: of
-        more than `most_pending` messages, all before the last are lost.
+        also kept for `since`, where the oldest one goes if there are more than `most_batches`. Call it often enough: if
+        more than `most_pending` messages wait, all but the newest are lost.
 
         Raises:
             RuntimeError: you called it inside another call of this object, in the same thread.

@@ -68,13 +68,15 @@ class PoolOwner:
         busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
-            and identity) and the identity; returns its tiers, which the owner closes.
+            and identity) and the identity; returns its tiers, which the owner closes. Called in a thread of the owner's
+            when the region's first member joins; if it raises, that member is refused.
 
     Attributes:
         failure: what has ended the thread before `close`; None: nothing has.
 
     Raises:
         ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
+        TypeError: `policy` is an object, or `tiers` is no function.
         PermissionError: others may write to the folder.
         OSError: the socket cannot be made there.
     """

@@ -63,7 +63,7 @@ _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
 class SharedPool:
-    """An engine's membership in a pool, made by `attach`. Usable from any thread; a context manager.
+    """An engine's membership in a pool, made by `attach` or `beside`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
     holds what a cache over it held when that was forgotten. If you forget it, or an interrupt loses it, it leaves the
@@ -317,7 +317,9 @@ class SharedPool:
             raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
 
     def check_usable(self) -> None:
-        """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""
+        """Raise ClosedError in a forked child, and after `close`; not if there is no owner. Takes no lock, which a
+        child may never get.
+        """
         if len(FORKS) != self._forks or self._closed:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
