@@ -155,8 +155,7 @@ def keys_and_entries_may_be_any_sequence(setup: TierSetup) -> None:
     with setup.session() as session:
         session.fill([1, 2])
         entries: Any = np.array([0, 1], dtype=np.int32)
-        keys = (session.key(1), session.key(2))
-        outcomes = session.outcomes(session.tier.put(keys, entries))
+        outcomes = session.outcomes(session.tier.put((session.key(1), session.key(2)), entries))
         assert outcomes == [DONE, DONE], f"put of a tuple of keys and an array of entries: {outcomes}"
         entries[:] = 0
         session.expect([1, 2])
@@ -258,8 +257,7 @@ def what_removes_overtakes_no_put(setup: TierSetup) -> None:
         with setup.session() as session:
             keys = session.keys(range(setup.entries))
             put = session.tier.put(keys, session.fill(range(setup.entries)))
-            removal = session.tier.clear() if with_clear else session.tier.remove(keys)
-            session.outcomes(removal)
+            session.outcomes(session.tier.clear() if with_clear else session.tier.remove(keys))
             outcomes = session.outcomes(put)
             assert set(outcomes) <= {DONE, Outcome.CANCELLED}, f"put, then a removal: {names(outcomes)}"
             session.expect_none(keys, f"put, then {'clear' if with_clear else 'remove'} without waiting")
@@ -271,17 +269,16 @@ def it_stays_within_its_bytes(setup: TierSetup) -> None:
         record_bytes = session.pools.record_bytes
         if most is None or most // record_bytes > _MOST_TO_FILL:
             return
-        wanted = 2 * (most // record_bytes) + setup.entries
-        for start in range(0, wanted, setup.entries):
-            numbers = range(start, min(wanted, start + setup.entries))
+        wanted = range(2 * (most // record_bytes) + setup.entries)
+        parts = [wanted[start : start + setup.entries] for start in wanted[:: setup.entries]]
+        for numbers in parts:
             session.put(numbers)
             records = session.tier.statistics().records
             assert records is None or records * record_bytes <= most, (
                 f"{records} records of {record_bytes} bytes, and max_bytes is {most}"
             )
         found = 0
-        for start in range(0, wanted, setup.entries):
-            numbers = range(start, min(wanted, start + setup.entries))
+        for numbers in parts:
             for number, version in zip(numbers, session.get(session.keys(numbers)), strict=True):
                 assert version in (number, None), f"get of {session.key(number)!r}: content {version}"
                 found += version is not None

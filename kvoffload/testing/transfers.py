@@ -50,8 +50,8 @@ def poison(array: UInt8Array, *, value: int = POISON) -> None:
 def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
     """Fill GPU memory with random bytes, and return a host copy: uint8, (nbytes,). They are there when this returns.
 
-    It waits for no transfer and no stream but the legacy default stream: end those that use the memory first. The same
-    seed gives the same bytes. Raises ClosedError and DriverError as `DeviceBuffer.copy_from` does.
+    It waits for no transfer and no stream but the legacy default stream: if others use the memory, wait for them first.
+    The same seed gives the same bytes. Raises ClosedError and DriverError as `DeviceBuffer.copy_from` does.
     """
     content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
     buffer.copy_from(content)
@@ -89,27 +89,20 @@ def naive_transfer(
         AssertionError: `memory` lacks bytes of a block.
         IndexError: a slot does not exist, or there are too few. In these two cases some bytes may have been copied.
     """
-    _refuse_codec(layout)
+    if any(codec != "raw" for codec in layout.codecs):
+        raise LayoutError(f'layout must have codec="raw", got {layout.codecs}: naive transfers copy blocks as they are')
     factor = layout.blocks_per_slot
     for index, block in enumerate(blocks):
-        slot = slots[(first_sub_block + index) // factor]
-        sub_block = (first_sub_block + index) % factor
+        number, sub_block = divmod(first_sub_block + index, factor)
         planes, blocks_are_whole = layout.groups[group].planes, layout.groups[group].slot_order == "block-major"
         start = sub_block * sum(plane.block_bytes for plane in planes) if blocks_are_whole else 0
         for plane in planes:
             on_device = _device_bytes(memory, plane.address + block * plane.block_stride, plane.block_bytes)
             place = start if blocks_are_whole else start + sub_block * plane.block_bytes
-            on_host = pool[slot, place : place + plane.block_bytes]
-            if direction == Direction.STORE:
-                on_host[:] = on_device
-            else:
-                on_device[:] = on_host
+            on_host = pool[slots[number], place : place + plane.block_bytes]
+            target, source = (on_host, on_device) if direction == Direction.STORE else (on_device, on_host)
+            target[:] = source
             start += plane.block_bytes if blocks_are_whole else factor * plane.block_bytes
-
-
-def _refuse_codec(layout: KVLayout) -> None:
-    if any(codec != "raw" for codec in layout.codecs):
-        raise LayoutError(f'layout must have codec="raw", got {layout.codecs}: naive transfers copy blocks as they are')
 
 
 def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -> UInt8Array:
@@ -126,7 +119,7 @@ class Mirror:
     when the engine is idle again: it compares every byte, padding and guard bytes included.
 
     Args:
-        engine: its pool is copied. One device only, and a layout without a codec.
+        engine: its pool is copied. One device only, and a layout without a codec: `expect` refuses that.
         buffers: all device memory of the layout, and any other that must not change. Keep them open until `check`.
 
     Attributes:
@@ -134,12 +127,10 @@ class Mirror:
         pool: the copy of the slots; likewise.
 
     Raises:
-        LayoutError: the engine's layout has a codec.
-        ClosedError, DriverError: as `DeviceBuffer.to_numpy`.
+        ClosedError, DriverError: a buffer is closed, or the driver failed.
     """
 
     def __init__(self, engine: OffloadEngine, buffers: Sequence[DeviceBuffer]) -> None:
-        _refuse_codec(engine.layout)
         self._engine = engine
         self._buffers = tuple(buffers)
         self.memory = {buffer.address: buffer.to_numpy() for buffer in buffers}
@@ -156,8 +147,12 @@ class Mirror:
     ) -> None:
         """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
         transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
-        slots, for a load, too. Raises as `naive_transfer` does: AssertionError if a block is in none of the buffers,
-        IndexError if a slot is missing.
+        slots, for a load, too.
+
+        Raises:
+            LayoutError: the engine's layout has a codec.
+            AssertionError: a block is in none of the buffers.
+            IndexError: a slot does not exist, or there are too few.
         """
         naive_transfer(
             self._engine.layout,

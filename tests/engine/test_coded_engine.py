@@ -129,7 +129,7 @@ def test_naive_transfers_refuse_a_codec() -> None:
             kvoffload.testing.naive_transfer(layout, "store", blocks=[0], slots=[0], memory={}, pool=pool)
         engine = OffloadEngine(layout, device=device, num_slots=1)
         with engine, pytest.raises(LayoutError, match='codec="raw"'):
-            kvoffload.testing.Mirror(engine, [])
+            kvoffload.testing.Mirror(engine, []).expect("store", [0], [0])
 
 
 @pytest.mark.parametrize("codec", ["bf16-12", ["bf16-12", "raw"], ["raw", "bf16-12"]])
