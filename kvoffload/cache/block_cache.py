@@ -185,7 +185,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             keys: bytes, no repeats, in the order of the request. May be all keys of the request: present ones are kept.
             blocks: source ids, `blocks_per_slot` for each of `keys`, present ones included (with several groups, a list
                 for each). Repeats are legal. They are copied: you may change the list at once.
-            after: what the GPU waits for before it reads a block, such as your stream. None: the legacy default stream,
+            after: the GPU waits for this before it reads a block: your stream, say. None: the legacy default stream,
                 which a layout with `on_default_stream=False` refuses. Values as for `OffloadEngine.store`; with a
                 `ShardedEngine` a list with one for each device.
             tenant: whose quota and priority the keys have. With `request`, leave it out: they are the request's.
@@ -272,7 +272,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             keys: bytes. A key may be repeated, with other target blocks each time.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
                 each). No repeats.
-            after: what the GPU waits for before it overwrites a block: it must cover work that still reads the blocks.
+            after: the GPU waits for this before it overwrites a block: it must cover work that still reads the blocks.
                 None: the legacy default stream. Values as for `OffloadEngine.store`; with a `ShardedEngine` a list with
                 one for each device.
             pending: also load keys whose store was submitted and has not ended; the GPU waits for it, the host does
@@ -436,7 +436,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         An engine of your own stays open; look-ups, loads and stores go on working. Idempotent.
 
         Args:
-            timeout: seconds for all of it; writes that have not begun by then are given up, with 0 all.
+            timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, transfers are in flight, or calls of a

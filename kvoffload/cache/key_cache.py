@@ -493,7 +493,7 @@ class KeyCache:
         The engine stays open, and look-ups, loads and stores go on working. Idempotent. Without tiers it does nothing.
 
         Args:
-            timeout: seconds for all of it; writes that have not begun by then are given up, with 0 all.
+            timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, calls of a tier hang; their entries are

@@ -174,7 +174,7 @@ class Lease:
 
     def slots(self, group: int = 0) -> Int64Array:
         """Return the engine's slot of each of `keys`, in order, with its blocks of this group, from 0 (not checked): a
-        new array, int64, (keys,). Read these slots until `release`, those of `pending` keys only after `wait` or
+        new array, int64, (keys,). Read these slots until `release`; if a key is `pending`, only after `wait` or
         `order_before`.
         """
         return self._records.slots(self.indices, group)

@@ -77,8 +77,8 @@ class DeviceBuffer:
         """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there; the array
         is yours again then.
 
-        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers: end
-        those that use these bytes first.
+        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers: if
+        they use these bytes, wait for them first.
 
         Args:
             array: bytes, or anything that numpy turns into an array; copied in C order.
@@ -117,7 +117,7 @@ class DeviceBuffer:
 
     def to_numpy(self) -> UInt8Array:
         """Return the bytes as a new host array, uint8, (nbytes,), when they are there. It follows the legacy default
-        stream, and waits for no other stream or transfer: wait for those that write the buffer first.
+        stream, and waits for no other stream or transfer: if they write the buffer, wait for them first.
 
         Raises:
             ClosedError: the buffer or its device is closed, or this is a forked child.

@@ -251,8 +251,8 @@ class OwnedCache:
         """Return arrays for the argument `after` of a transfer, which then follows the last update and `results`.
         Without results it is the same as `after=cache`.
 
-        Use the arrays before the next update. Only a load needs results: it overwrites what they still read. The host
-        does not wait for the GPU.
+        Use the arrays before the next update. Only a load needs results: it overwrites blocks that their computations
+        may still read. The host does not wait for the GPU.
 
         Args:
             results: `jax.Array`s of computations that read the cache since its last update, such as logits, sharded or

@@ -155,10 +155,10 @@ class RemoteTier(ThreadedTier):
     with the bytes that were put.
 
     Threads of the tier call a subclass's methods, several at a time; only `connect` runs in the thread of `attach`. No
-    two calls of this process write one record at a time, nor does one write what `remove` or `clear` is deleting. But a
-    fetch, which deletes what it rejects, may run beside either, and other machines may do anything at any time. If a
-    method that gets names raises, all keys of its call are FAILED, or DECLINED if the error of a write says that there
-    is no room, see `ThreadedTier`.
+    two calls of this process write one record at a time, nor does one write a record that `remove` or `clear` is
+    deleting. But a fetch, which deletes a record that it rejects, may run beside either, and other machines may do
+    anything at any time. If a method that gets names raises, all keys of its call are FAILED, or DECLINED if the error
+    of a write says that there is no room, see `ThreadedTier`.
 
     Args:
         identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
@@ -220,7 +220,7 @@ class RemoteTier(ThreadedTier):
     @abstractmethod
     def disconnect(self) -> None:
         """Close the client. Called once, after a `connect` that returned; all other calls have returned, and none will
-        follow. May block. What it raises is logged.
+        follow. May block. An exception from it is logged.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class RemoteTier(ThreadedTier):
         Returns:
             A list with DONE, DECLINED (the store has no room) or FAILED for each record, in order. If the store already
             has the record, keep or replace it; both are DONE. If you raise, all are FAILED, or DECLINED if the error
-            says that there is no room. A record of which a part is missing is a miss when it is read.
+            says that there is no room. If a part is missing, the record is a miss when it is read.
         """
 
     @abstractmethod
@@ -285,7 +285,7 @@ class RemoteTier(ThreadedTier):
 
     def new_headers(self, count: int) -> UInt8Array:
         """Return memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8,
-        C-contiguous; what is in it does not matter.
+        C-contiguous, with any content.
 
         Override it if the client needs registered memory. A thread of the tier calls it before each such call, several
         threads at a time. The same thread's next call may get the same memory again. If you raise, the keys are FAILED.

@@ -143,7 +143,7 @@ class ThreadedTier(Tier):
         """Read records for several keys of one `get`, and return a list of their outcomes, in order. Override this one
         instead of `read_record` if your medium reads several at once.
 
-        `rows[i]` are those of `keys[i]`; for each key the rules of `read_record` hold. If you raise, all are FAILED.
+        `rows[i]` belongs to `keys[i]`; for each key the rules of `read_record` hold. If you raise, all are FAILED.
         """
         calls = [partial(self.read_record, *each) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, lambda _: Outcome.FAILED) for call in calls]
@@ -152,7 +152,7 @@ class ThreadedTier(Tier):
         """Write records for several keys of one `put`, and return a list of their outcomes, in order. Override this one
         instead of `write_record` if your medium writes several at once.
 
-        `rows[i]` are those of `keys[i]`; for each key the rules of `write_record` hold. If you raise, all are FAILED,
+        `rows[i]` belongs to `keys[i]`; for each key the rules of `write_record` hold. If you raise, all are FAILED,
         or DECLINED if the error says that there is no room.
         """
         calls = [partial(self.write_record, *each, origin) for each in zip(keys, rows, strict=True)]
@@ -172,7 +172,7 @@ class ThreadedTier(Tier):
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove records, durably when you return. Return for each key, in order, whether there was one.
 
-        `keys` are all keys of one `remove`. No write of them runs meanwhile; reads and other removals may, so a record
+        `keys` are all keys of one `remove`. None is written meanwhile; reads and other removals may, so a record
         may be gone already. Raise if a record may still be there, or come back after a crash: then all keys of the job
         are FAILED.
         """

@@ -25,13 +25,13 @@ class RequestPolicy(Protocol):
     """The calls for an open request; see `Policy.for_request`."""
 
     def insert(self, keys: Sequence[bytes], /) -> None:
-        """Note that the request has stored these keys, a piece of it. They become resident, and follow the keys that
-        the request has inserted or loaded before. Called once for each piece, under the cache's lock.
+        """Note that the request has stored a piece, these keys. They become resident, and follow the keys that the
+        request has inserted or loaded before. Called once for each piece, under the cache's lock.
         """
 
     def load(self, keys: Sequence[bytes], /) -> None:
-        """Note that the request has loaded these keys, a piece of it. All are resident; the request has inserted or
-        loaded none of them before. Called once for each piece, under the cache's lock.
+        """Note that the request has loaded a piece, these keys. All are resident, and new to the request, which has
+        neither inserted nor loaded them before. Called once for each piece, under the cache's lock.
         """
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected, /) -> Room | None:
@@ -121,7 +121,8 @@ class Policy(ABC):
 
         Args:
             newcomers: keys that are not resident, in the order of the request.
-            room: entries that they may take without evicting a key: the free ones, or what a quota leaves of these.
+            room: entries that they may take without evicting a key: the free ones, or fewer if a quota leaves
+                fewer.
             protected: as for `victims`.
 
         Returns:
@@ -158,8 +159,8 @@ class Policy(ABC):
 
     def reset(self, keys: Sequence[bytes]) -> None:
         """Make `keys`, and no others, the resident keys: the cache calls this for a policy object after a call was
-        interrupted or raised. What the policy learned may be forgotten. If this raises, LRU replaces the policy, with a
-        KVOffloadWarning.
+        interrupted or raised. You may forget all that the policy has learned. If this raises, LRU replaces the policy,
+        with a KVOffloadWarning.
         """
         known = list(self)
         if known:

@@ -68,11 +68,11 @@ class TierJob:
 
     Args:
         keys, entries, deadline: see the attributes. They are not checked here.
-        notify: called without arguments each time when keys have got outcomes, in the thread that sets them. What it
-            raises is logged.
+        notify: called without arguments each time when keys have got outcomes, in the thread that sets them. An
+            exception from it is logged.
         count: for the tier's statistics: called before `notify`, in the same thread, with the outcomes that are new.
         ended: called once with the job, before `notify`, in the same thread, when every key has its outcome. Not for a
-            job without keys. What it raises is logged.
+            job without keys. An exception from it is logged.
 
     Attributes:
         keys: as given, no repeats.
@@ -327,7 +327,7 @@ class Tier(ABC):
             LayoutError: the pool or the layout does not suit the tier, or its records have another layout.
             CapacityError: there is no room for one record.
             ClosedError: the tier is closed, or has a pool already.
-            Also errors of the medium, such as OSError, and those that the class of the tier names.
+            Also errors of the medium, such as OSError, and errors that the tier's class names.
         """
 
     @abstractmethod
