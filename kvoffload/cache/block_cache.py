@@ -184,16 +184,24 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Args:
             keys: bytes, no repeats, in the order of the request. May be all keys of the request: present ones are kept.
             blocks: source ids, `blocks_per_slot` for each of `keys`, present ones included (with several groups, a list
-                for each). Repeats are legal.
-            after: as for `OffloadEngine.store`.
+                for each). Repeats are legal. They are copied: you may change the list at once.
+            after: the GPU waits for this before it reads a block: your stream, say. None: the legacy default stream,
+                which a layout with `on_default_stream=False` refuses. Values as for `OffloadEngine.store`; with a
+                `ShardedEngine` a list with one for each device.
             tenant: whose quota and priority the keys have. With `request`, leave it out: they are the request's.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
             request: the open request that `keys` belong to. `keys` may be only its new ones, or all so far.
 
         Raises:
             CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
-            ClosedError: `request` has ended; or as `OffloadEngine.store`.
-            ValueError, LayoutError, and the other errors of `OffloadEngine.store`.
+            ClosedError: `request` has ended; the engine is closed; or this is a forked child.
+            LayoutError: `keys` or `blocks` are no such lists; `keys` repeats a key.
+            ValueError: no such tenant; `request` is of another cache, or has another tenant; a policy chose keys that
+                must not be evicted.
+            TypeError: `after` or `request` is no such thing.
+            TransferError: a stream in `after` is being captured, or the CUDA context is lost.
+            DriverError: the driver failed before anything was queued.
+            RuntimeError: called inside another call in the same thread.
             No key has changed then, though `request` may have got its keys. But after a TransferError, or if the engine
             refuses a group after the first, the keys evicted for this call may be gone.
         """
@@ -264,16 +272,26 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             keys: bytes. A key may be repeated, with other target blocks each time.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
                 each). No repeats.
-            after: as for `OffloadEngine.load`.
+            after: the GPU waits for this before it overwrites a block: it must cover work that still reads the blocks.
+                None: the legacy default stream. Values as for `OffloadEngine.store`; with a `ShardedEngine` a list with
+                one for each device.
             pending: also load keys whose store was submitted and has not ended; the GPU waits for it, the host does
                 not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
-            parts: as for `OffloadEngine.load`. With several groups only a number, which holds for each group. Groups
-                are copied one after another; to wait for one, `job.jobs[group].order_before(stream, part=k)`.
+            parts: copy the planes in parts, one after the other, for `job.order_before(stream, part=k)`: a number of
+                equal parts, or a list with the indices of the planes of each part. With several groups only a number,
+                which holds for each group. Groups are copied one after another; to wait for one,
+                `job.jobs[group].order_before(stream, part=k)`.
             request: the open request that loads the keys; they are its keys from now on, see `CacheRequest`.
 
         Raises:
             MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
-            LayoutError, CapacityError, ClosedError, and the other errors of `OffloadEngine.load`.
+            LayoutError: `keys`, `blocks` or `parts` are no such lists, or `blocks` repeats an id.
+            CapacityError: the engine has no room for the transfer.
+            ClosedError: `request` has ended; the engine is closed; or this is a forked child.
+            ValueError, TypeError: another argument.
+            TransferError: a stream in `after` is being captured, or the CUDA context is lost.
+            DriverError: the driver failed before anything was queued.
+            RuntimeError: called inside another call in the same thread.
             With one group nothing has changed then. With several, after any error but MissingKeyError the
             first may be loading: call `engine.drain` before you use the blocks.
         """
@@ -319,7 +337,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     # one door: what a host needs ----------------------------------------------------------------------------------
 
     def keys(self, token_ids: Any, *, salt: str, extra: bytes = b"", parent: bytes | None = None) -> list[bytes]:
-        """Return the keys of a sequence of tokens: `kvoffload.chain_keys` for the layout of this cache."""
+        """Return the keys of a sequence of tokens: 16 bytes for each `tokens_per_block * blocks_per_slot` tokens, none
+        for the tokens after the last full key. This is `kvoffload.chain_keys` for the layout of this cache; arguments
+        and errors (ValueError, LayoutError, TypeError) as there.
+        """
         return chain_keys(token_ids, layout=self.engine.layout, salt=salt, extra=extra, parent=parent)
 
     def fetch(
@@ -349,7 +370,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
             blocks: target ids for all keys, as for `load`, without repeats.
-            after: as for `load`. If tiers are asked, the load follows the work on a stream when it is submitted, later.
+            after: as for `load`. If tiers are asked, the load is submitted later, and follows the work that is on a
+                stream then.
             deadline: seconds from now for tiers; None: no limit. The load of what came follows.
             tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
             counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
@@ -359,8 +381,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Raises:
             LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
             ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
-            CapacityError, ClosedError, TransferError, other errors of `load`: nothing is being loaded then. If tiers
-                are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
+            CapacityError, ClosedError, TransferError, RuntimeError, other errors of `load`: nothing is being loaded
+                then. If tiers are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
         """
         from kvoffload.cache.tiering.promotion import FetchJob
 
@@ -396,7 +418,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         `request`, which this ends, `store` and `end`.
 
         Give it all keys of the request, once: those that are present cost a look-up. With a `request` that has stored
-        others in pieces, the new ones are enough. Arguments and errors as for `store`.
+        others in pieces, the new ones are enough. Returns once the copies are queued: until the job is done, do not
+        write the source blocks, except in work queued after `job.order_before(stream)`. Arguments and errors as for
+        `store`: if one is raised, no use is recorded, and `request` stays open.
         """
         job = self.store(keys, blocks, after=after, tenant=tenant, request=request)
         if request is None:
@@ -412,7 +436,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         An engine of your own stays open; look-ups, loads and stores go on working. Idempotent.
 
         Args:
-            timeout: seconds; writes that have not begun by then are given up, with 0 all.
+            timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, transfers are in flight, or calls of a
@@ -421,6 +445,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Raises:
             RuntimeError: called inside another call of the cache, and there are tiers, or the cache has its engine from
                 `open_cache`.
+            ValueError: `timeout` is no number.
+            DriverError: the driver failed when an engine or device of `open_cache` was closed; call it again.
         """
         end = time.monotonic() + to_wait("timeout", timeout)
         if self._owned:

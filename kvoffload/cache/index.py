@@ -55,7 +55,8 @@ class CacheIndex(KeyCache):
         policy, tenants, store_after, max_load_blocks, on_event, tiers, write, hung: as for `BlockCache`.
         pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
             `Tier.attach`. They must stay mapped until `close` has returned True.
-        layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
+        layout: 16 bytes that say what the rows of all pools mean, see `Tier.attach`; None only if no tier is durable or
+            shared.
         seconds_per_key: seconds that computing the blocks of a key takes. Keys are not promoted if their tier, at its
             latest measured speed, would take longer. None: all are promoted.
 
@@ -68,9 +69,11 @@ class CacheIndex(KeyCache):
 
     Raises:
         ValueError, TypeError: bad arguments.
-        CapacityError: the memory for `capacity` keys cannot be allocated, or there are tiers and no entries.
+        CapacityError: the memory for `capacity` keys cannot be allocated; there are tiers and no entries; or another
+            cache is over the `SharedPool`.
+        ClosedError: the `SharedPool` is closed.
         LayoutError: `pools` do not fit `capacity`.
-        With tiers, also the errors of `Tier.attach`.
+        With tiers, also the errors of `Tier.attach`; close the tiers yourself then.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class CacheIndex(KeyCache):
         Raises:
             LayoutError: `keys` is not a list of bytes.
             ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or is not a CacheRequest.
+            RuntimeError: called inside another call of the index, by a policy for example.
         """
         checked = check_keys(keys)
         locked(self, lambda state: state.use(checked, None if request is None else record_of(request, state)))
@@ -129,9 +133,11 @@ class CacheIndex(KeyCache):
     describe = KeyCache._describe
 
     def status_below(self, key: bytes) -> Status:
-        """Return whether a tier has a key that has no entry. HIT: one has it; PENDING: only asking a tier would tell,
-        as `promote` does; MISS: none has it, or those that may have it failed lately and are not asked now. It
-        does not look whether the key has an entry. Never blocks; a hint.
+        """Return whether a tier of this index has a key that has no entry. HIT: a tier has it; PENDING: only asking a
+        tier would tell, as `promote` does; MISS: no tier has it, or those that may have it failed lately and are not
+        asked now. Without tiers always MISS; so it is over a shared pool, whose tiers are the owner's.
+
+        It does not look whether the key has an entry. Counts nothing, never blocks; a hint.
         """
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):
@@ -141,8 +147,8 @@ class CacheIndex(KeyCache):
     def restore(
         self, keys: Sequence[bytes], entries: Int64Array, requests: Int64Array, *, tenants: Sequence[str] | None = None
     ) -> int:
-        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its
-        bytes are already. For programs that find them there after a restart. Reports no event.
+        """Fill an index that has not held a key yet: each key becomes ready at the entry given, where its bytes must be
+        already. For programs that find them there after a restart. Reports no event. The arguments are not kept.
 
         Args:
             keys: the oldest request's first; within a request in its order.
@@ -154,7 +160,8 @@ class CacheIndex(KeyCache):
             How many keys the index has now: where a tenant has more than its quota, its oldest are left out.
 
         Raises:
-            LayoutError, ValueError: a bad argument, or the index holds something; nothing has changed.
+            LayoutError, ValueError: a bad argument, or the index has held a key; nothing has changed.
+            RuntimeError: called inside another call of the index, by a policy for example.
         """
         checked = check_keys(keys)
         return locked(self, lambda state: _restore(state, checked, entries, requests, tenants))

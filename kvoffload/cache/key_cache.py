@@ -148,7 +148,7 @@ class KeyCache(Closing):
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """Look up several requests in one call, and return the hits of each: the cache does not change in between.
-        Raises as `lookup`.
+        Raises as `lookup`: LayoutError, ClosedError.
         """
         if self._asks is not None:
             self._look()
@@ -206,6 +206,10 @@ class KeyCache(Closing):
         """Record that a request with these keys has ended. Call it once per request, with all of its keys in order,
         whether they were found or not: recency and frequency then follow requests, not the order in which copies
         completed. For an open request, call its `end` instead.
+
+        Raises:
+            LayoutError: `keys` is not a list of bytes.
+            RuntimeError: called inside another call of the cache.
         """
         used = check_keys(keys)
         if len(used) > 1 and len(frozenset(used)) < len(used):
@@ -227,6 +231,7 @@ class KeyCache(Closing):
         Raises:
             ValueError: the cache has no such tenant.
             TypeError: `session` is not a string.
+            RuntimeError: called inside another call of the cache.
         """
         if session is not None and not isinstance(session, str):
             raise TypeError(f"session must be a string or None, got {session!r:.80}")
@@ -319,6 +324,7 @@ class KeyCache(Closing):
                 another cache, or of another tenant than `tenant`.
             ClosedError: the engine is closed, or `request` has ended.
             TransferError: the CUDA context is lost.
+            RuntimeError: called inside another call of the cache.
             In all these cases nothing has changed.
         """
         if self._asks is not None:
@@ -349,6 +355,7 @@ class KeyCache(Closing):
         Raises:
             MissingKeyError: a key is absent or not ready; nothing has changed.
             LayoutError: `keys` is not a list of bytes.
+            RuntimeError: called inside another call of the cache.
         """
         self._advance()
         return self._records.acquire((check_keys(keys), flag("pending", pending)))
@@ -421,10 +428,12 @@ class KeyCache(Closing):
         is durable. It does not wait for keys that a tier does not take, because it fails or is full.
 
         Returns:
-            False if `timeout` seconds have passed first (None: no limit), or a tier could not drain; all goes on.
+            False if `timeout` seconds in total have passed first (None: no limit), or a tier could not drain; all goes
+            on.
 
         Raises:
             ClosedError: the cache or its engine is closed.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call of the cache or of a tier.
         """
         self._check_open()
@@ -465,7 +474,10 @@ class KeyCache(Closing):
         return self._remove_from_all(list(dict.fromkeys(check_keys(keys))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys, and return how many, as `remove` does. Processes that share a tier lose its records, too."""
+        """Remove all keys, here and in the tiers, and return how many were present or pending here. Processes that
+        share a tier lose its records, too. Arguments, waits and errors (TierError, ClosedError, RuntimeError) as for
+        `remove`.
+        """
         return self._remove_from_all(None, below)
 
     def _remove_from_all(self, keys: list[bytes] | None, below: bool) -> int:
@@ -482,7 +494,7 @@ class KeyCache(Closing):
         The engine stays open, and look-ups, loads and stores go on working. Idempotent. Without tiers it does nothing.
 
         Args:
-            timeout: seconds; writes that have not begun by then are given up, with 0 all.
+            timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
 
         Returns:
             Whether everything ended within about `timeout` seconds. If False, calls of a tier hang; their entries are
@@ -490,6 +502,7 @@ class KeyCache(Closing):
 
         Raises:
             RuntimeError: with tiers, called inside another call of the cache.
+            ValueError: with tiers, `timeout` is no number.
         """
         foreign = self._asks is not None and self._asks.devices[0].foreign  # the threads are in the parent
         return self._tiers is None or foreign or self._tiers.close(timeout)

@@ -84,7 +84,9 @@ class Reservation:
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
-        """Return the engine's slot of each of `keys`, in order, with its blocks of this group: int64, (keys,)."""
+        """Return the engine's slot of each of `keys`, in order, that takes its blocks of this group, from 0 (not
+        checked): a new array, int64, (keys,). You may write these slots until you call `commit` or `abort`.
+        """
         return self._records.slots(self.indices, group)
 
     def commit(self, *jobs: Completion) -> None:
@@ -93,9 +95,9 @@ class Reservation:
 
         Args:
             jobs: transfers into the slots that may not have ended: what `engine.store` returned. The keys are pending
-                until all have succeeded; if one fails, the next call of the cache aborts the reservation.
-                With a codec always give them: only they tell which blocks do not fit. Without them such a key is a hit,
-                tiers get it, and each load of it fails.
+                until all have succeeded; if one fails, the next call of the cache aborts the reservation. A
+                `CacheIndex` takes none: wait for the transfers, then commit. With a codec always give them: only they
+                tell which blocks do not fit. Without them such a key is a hit, tiers get it, and each load of it fails.
 
         Raises:
             ClosedError: it was committed or aborted before.
@@ -117,7 +119,8 @@ class Reservation:
     def abort(self) -> None:
         """Make the keys missing at once. With a `BlockCache` the entries are free when the transfers in flight in its
         engine have ended, as they may write the slots; a `CacheIndex` knows of no transfers and frees them at once.
-        Wait for anything else that writes the slots, in any process, before you call this.
+        Wait for anything else that writes the slots, in any process, before you call this. Inside another call of the
+        cache in the same thread, the next call does it.
 
         Raises:
             ClosedError: it was committed or aborted before; nothing has changed.
@@ -170,37 +173,55 @@ class Lease:
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:
-        """Return the engine's slot of each of `keys`, in order, with its blocks of this group: int64, (keys,)."""
+        """Return the engine's slot of each of `keys`, in order, with its blocks of this group, from 0 (not checked): a
+        new array, int64, (keys,). Read these slots until `release`; if a key is `pending`, only after `wait` or
+        `order_before`.
+        """
         return self._records.slots(self.indices, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Make work queued on `stream` from now on wait until all entries have been written. The host waits only for
-        copies that are not in the driver's queues yet: up to a second for each store; then it raises CapacityError, and
-        you may call it again.
+        copies that are not in the driver's queues yet: up to a second for each device of each store.
 
-        If a store fails later, the stream goes on; `wait` and `check` raise its error. Raises as `Job.order_before`.
+        If a store fails later, the stream goes on; `wait` and `check` raise its error.
+
+        Args:
+            stream: a stream; with a `ShardedEngine`, a list with one for each device.
+
+        Raises:
+            CapacityError: after these seconds copies still wait on the host; you may call it again.
+            TransferError: a store has failed already, the stream is being captured, or the CUDA context is lost.
+            TypeError, ValueError: `stream` is no stream, no such list, or one that CUDA does not know here.
+            ClosedError: the device is closed, or this is a forked child.
+            RuntimeError: called inside another call in the same thread.
         """
         run_all(partial(job.order_before, stream) for job in self._jobs())
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all entries have been written, at most `timeout` seconds. The engine's `poll` still reports the
-        jobs.
+        """Wait on the host until all entries have been written, at most `timeout` seconds in total (None: no limit).
+        The engine's `poll` still reports the jobs.
 
         Raises:
             TransferError: a store failed; its slot does not hold the bytes of its key. The lease still holds all keys.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
+            ClosedError: a store is not known to have ended, and this is a forked child.
         """
         refuse_nested(self._records.lock, "wait")
         wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))
         self.check()
 
     def check(self) -> None:
-        """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known."""
+        """Raise TransferError if the store of a key in `pending` failed or declined it, as far as is known: it neither
+        asks the GPU nor waits.
+        """
         self._record.check_sources()
 
     def release(self) -> None:
-        """Unpin the keys. Their slots may now be overwritten, so work that reads them must have ended. Idempotent."""
+        """Unpin the keys. Their slots may be overwritten from now on, so end all work that reads them first: nothing
+        waits for it. Idempotent. Inside another call of the cache in the same thread, the next call does it.
+        """
         self._records.release(self._record)
 
     def _jobs(self) -> list[Any]:
@@ -256,13 +277,16 @@ class CacheJob(Waitable[list[TransferResult]]):
         return ended
 
     def wait(self, timeout: float | None = None) -> list[TransferResult]:
-        """Wait for all jobs, at most `timeout` seconds for each, and return a result per job.
+        """Wait on the host for all jobs, at most `timeout` seconds for each (None: no limit), one after the other, and
+        return a result per job.
 
         Raises:
             TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending failed or
                 declined it. With a `timeout`, others may still run: ask `done`.
-            TimeoutError: `timeout` seconds have passed; the transfers go on.
+            TimeoutError: a job took more than `timeout` seconds; the transfers go on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
+            ClosedError: this is a forked child.
         """
         refuse_nested(self._records.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
@@ -303,8 +327,9 @@ class CacheJob(Waitable[list[TransferResult]]):
         return None
 
     def outcome(self) -> list[TransferResult]:
-        """Return a result per job once all have ended, with the `error` of each that failed, and raise none of these.
-        Only `error` and `wait` tell of the failed store of a key that `load(pending=True)` found pending.
+        """Return a result per job once all have ended. The result of a job that failed has its `error`; none of these
+        errors is raised. Only `error` and `wait` tell of the failed store of a key that `load(pending=True)` found
+        pending.
 
         Raises:
             RuntimeError: a job is not known to have ended; `wait` for it, or ask `done`, first.
@@ -318,8 +343,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
         """Make work queued on `stream` from now on wait until all jobs have ended. The host waits only for copies that
-        are not in the driver's queues yet: up to a second for each job; then it raises CapacityError, and you may
-        call it again.
+        are not in the driver's queues yet: up to a second for each device of each job.
 
         If a transfer fails later, the stream goes on; `wait` raises its error.
 
@@ -328,8 +352,12 @@ class CacheJob(Waitable[list[TransferResult]]):
             part: of a load in parts, counted from 0: after this part of every job, and all parts before it.
 
         Raises:
+            CapacityError: after these seconds copies still wait on the host; you may call it again.
             TransferError: a transfer has failed already, the stream is being captured, or the CUDA context is lost.
-            TypeError, ValueError, ClosedError, RuntimeError: as `Job.order_before`.
+            TypeError: `stream` is no stream, or no such list.
+            ValueError: there is no such part, or CUDA does not know the stream in this context.
+            ClosedError: the device is closed, or this is a forked child.
+            RuntimeError: called inside another call in the same thread.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part=part) for job in jobs)
@@ -405,7 +433,11 @@ class CacheRequest:
 
     def end(self) -> None:
         """End the request, and record the use of all its keys: do not call `touch`, it would count twice. Transfers go
-        on. Idempotent.
+        on; nothing waits for them. Idempotent.
+
+        Raises:
+            RuntimeError: called inside another call of the cache in the same thread; the request is still open.
+            ClosedError: the cache has an engine, and this is a forked child.
         """
         if self._records.end_request(self._record) and self._record.on_end is not None:
             self._record.on_end(tuple(self._record.keys))

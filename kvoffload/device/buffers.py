@@ -76,9 +76,11 @@ class DeviceBuffer(Closing):
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
     def copy_from(self, array: ArrayLike, *, offset: int = 0) -> None:
-        """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there.
+        """Copy the bytes of a host array into the buffer from byte `offset` on. Returns when they are there; the array
+        is yours again then.
 
-        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers.
+        The copy runs after the work on the legacy default stream, and does not wait for other streams or transfers: if
+        they use these bytes, wait for them first.
 
         Args:
             array: bytes, or anything that numpy turns into an array; copied in C order.
@@ -113,8 +115,8 @@ class DeviceBuffer(Closing):
                 del self._copying[-1:]
 
     def to_numpy(self) -> UInt8Array:
-        """Return the bytes as a new host array, uint8, (nbytes,). Waits for the legacy default stream only, see
-        `copy_from`.
+        """Return the bytes as a new host array, uint8, (nbytes,), when they are there. It follows the legacy default
+        stream, and waits for no other stream or transfer: if they write the buffer, wait for them first.
 
         Raises:
             ClosedError: the buffer or its device is closed, or this is a forked child.
@@ -127,8 +129,8 @@ class DeviceBuffer(Closing):
         return target
 
     def close(self) -> None:
-        """Free the memory. Nothing is checked: no transfer, kernel or array of another library may use it any more.
-        Idempotent; does nothing in a forked child.
+        """Free the memory. End every transfer, kernel and use of another library's array over it first: nothing is
+        checked. Idempotent; does nothing in a forked child.
 
         Raises:
             DriverError: the driver failed, for example because the context is lost. Call it again then.
@@ -192,10 +194,11 @@ class DeviceArray:
             )
 
     def view(self, dtype: Any) -> DeviceArray:
-        """Return the same memory and shape, with elements of another type of the same size. Nothing is copied.
+        """Return the same memory and shape, with elements of another type of the same size. Nothing is copied; the
+        result keeps the memory from being freed as garbage, as this array does.
 
         Raises:
-            ValueError: the sizes differ.
+            ValueError: the sizes of the elements differ.
             LayoutError: `dtype` is not the type of one element, or its size is unknown.
         """
         if element_bytes(dtype_name(dtype)) != self.itemsize:
@@ -203,7 +206,9 @@ class DeviceArray:
         return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
-        """Return the array's address, shape, strides in bytes and itemsize; ClosedError if the memory is freed."""
+        """Return the array's address, shape, strides in bytes and itemsize, for layouts. Nothing waits; the result does
+        not keep the memory. ClosedError if the memory is freed.
+        """
         self.buffer.check()
         strides = packed_strides(self.shape, self.itemsize)
         return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)

@@ -212,7 +212,10 @@ class Device(Closing):
 
         Raises:
             ValueError: not integers of at least 1.
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         num_blocks, planes = at_least("num_blocks", num_blocks, 1), at_least("planes", planes, 1)
         block_bytes = at_least("block_bytes", block_bytes, 1)
@@ -240,7 +243,10 @@ class Device(Closing):
         Raises:
             ValueError: `count` is not an integer of at least 1.
             LayoutError: a number is not an integer of at least 1, or the stride is less than `block_bytes`.
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         count = at_least("count", count, 1)
         plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
@@ -263,9 +269,12 @@ class Device(Closing):
                 "float8_e4m3fn".
 
         Raises:
-            CapacityError, ClosedError, DriverError, RuntimeError: as `allocate`.
             ValueError: `shape` is not a sequence of positive integers.
             LayoutError: `dtype` is not the type of one element, or its size is unknown.
+            CapacityError: the GPU has too little free memory.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed otherwise.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         name, extents = dtype_name(dtype), check_shape(shape)
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
@@ -284,7 +293,9 @@ class Device(Closing):
 
         Raises:
             ValueError: no such priority.
-            ClosedError, DriverError, RuntimeError: as `allocate`.
+            ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed.
+            RuntimeError: you called it inside a call of an engine on this device, in the same thread.
         """
         self.check_process()
         self.check_stream_priority(priority, "priority")
@@ -301,7 +312,7 @@ class Device(Closing):
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
         """Return the base address of each plane's allocation: `result[group][plane]`. The device's context must be
-        current.
+        current: call it inside `with device.current():`.
 
         Mapped virtual memory without a gap between two planes is one allocation. Issues a KVOffloadWarning if the
         driver does not say whether a plane's memory is on this device.
@@ -333,11 +344,12 @@ class Device(Closing):
         return bases
 
     def current(self) -> Current:
-        """Return a context manager: inside, the device's context is current for this thread; afterwards, the caller's
-        again.
+        """Return a context manager for one `with`: inside, the device's context is current for this thread; afterwards,
+        the one that was current before.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
+            DriverError: from `with`: the driver failed.
         """
         if self.closed or len(FORKS) != self._forks:
             self.check_open()
@@ -356,7 +368,9 @@ class Device(Closing):
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked child. Call it before you take a lock, which the parent may have held."""
+        """Raise ClosedError in a forked child of the process that opened the device; not for a closed device. Call it
+        before you take a lock, which the parent may have held.
+        """
         if self.foreign:
             raise ClosedError(
                 f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not "
@@ -387,7 +401,8 @@ class Device(Closing):
     # engines ----------------------------------------------------------------------------------------------------------
 
     def register_engine(self, engine: DeviceUser) -> None:
-        """Have `close` of the device first close this engine. The device does not keep the engine alive.
+        """Have `close` of the device first close this engine. Engines call it for themselves. The device does not keep
+        the engine alive, and knows it until it is garbage.
 
         Raises:
             ClosedError: this is a forked child.
@@ -408,13 +423,19 @@ class Device(Closing):
             engine.refuse_nested(call)
 
     def advance_engines(self) -> None:
-        """Ask the GPU, without waiting, which transfers have ended. (An unfinished one keeps its engine alive.)"""
+        """Ask the GPU, without waiting, which transfers of this device's engines have ended, so that engines that you
+        have dropped can become garbage: an unfinished transfer keeps its engine alive.
+        """
         for engine in self.engines():
             engine.advance()
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
-        """Return the engines with a plane in a range of device memory, on any `Device` of the same driver: a GPU may be
-        opened several times, and no two GPUs of a process have an address in common.
+        """Return the parts of engines with a plane that overlaps a range of device memory, closed ones included, on any
+        open `Device` of the same driver: a GPU may be opened several times, and no two GPUs of a process have an
+        address in common.
+
+        A part is what an engine has on one device, not the object that you made. Padding between blocks counts. The
+        list is a snapshot, and keeps its elements alive.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
@@ -427,8 +448,8 @@ class Device(Closing):
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
 
-        Then take the lock with `with device.lifecycle:`, which waits without a limit. (An interrupted `acquire` could
-        leave it locked for ever.)
+        The lock is not held on return: take it then with `with device.lifecycle:`, which waits without a limit. (An
+        interrupted `acquire` could leave it locked for ever.)
 
         Raises:
             TimeoutError: another thread held it all the time.
@@ -452,14 +473,15 @@ class Device(Closing):
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer and stream, release the context. Your own kernels must have
-        ended.
+        """Drain and close the engines, free every buffer and stream, release the context. End your own work on the GPU
+        first: this waits for transfers only.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
-        Arrays that you took from `engine.slots` stay valid; arrays over GPU memory do not.
+        Arrays that you took from `engine.slots` stay valid (over `host_memory` while you keep that mapped); arrays over
+        GPU memory do not.
 
         Args:
-            timeout: seconds to wait for all transfers together; None waits for as long as they take.
+            timeout: seconds to wait for all engines and transfers together; None waits for as long as they take.
 
         Raises:
             TimeoutError: an engine's transfers were still running, or another thread was opening or closing an engine.

@@ -35,6 +35,8 @@ class Growing:
     `engine.pinned_slots` only, and a cache has so many fewer entries free. If memory runs short, the pool stays as it
     is by then: a warning is logged, and `engine.statistics().pinning_error` says why.
 
+    If the first piece cannot be pinned, the constructor raises CapacityError, as for a pool that does not grow.
+
     Args:
         nbytes: of the whole pool, as for `pool_bytes`; never more.
         piece_bytes: of one device's pool, pinned at a time; rounded down to whole slots, but at least one. Transfers

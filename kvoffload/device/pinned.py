@@ -335,8 +335,8 @@ class HostMemory:
 
         Raises:
             TypeError: `buffer` has no buffer protocol.
-            ValueError: a buffer that does not meet these conditions; or as `HostMemory`. Only the engine's constructor
-                checks that the slots fit into the buffer.
+            ValueError: a buffer that does not meet these conditions; or as `HostMemory`. Whether the slots fit into the
+                buffer, only `check_slots` and the engine's constructor check.
         """
         try:
             array: UInt8Array = np.frombuffer(buffer, dtype=np.uint8)
@@ -358,7 +358,9 @@ class HostMemory:
         )
 
     def check_slots(self, slot_bytes: int) -> None:
-        """Raise ValueError unless slots of this size fit into the stride and, if `nbytes` is known, into the memory."""
+        """Raise ValueError unless slots of this size fit into the stride and, if `nbytes` is known, into the memory.
+        `slot_bytes`: of the engine's layout. An engine's constructor does this; call it to find out earlier.
+        """
         if self.slot_stride < slot_bytes:
             raise ValueError(
                 f"host_memory: slot_stride={self.slot_stride} is less than layout.slot_bytes={slot_bytes}; slots would "

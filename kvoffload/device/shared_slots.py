@@ -97,8 +97,9 @@ class SharedSlots(Closing):
     # handing over -------------------------------------------------------------------------------------------------
 
     def offer(self, name: str, *, note: str = "") -> None:
-        """Hand the memory to each process of this user that calls `receive(name)`, until `close` or until this process
-        ends, also if this object becomes garbage. A thread does that; this call returns at once.
+        """Hand the memory to each process of this user that calls `receive(name)`, until `close` or the end of this
+        process. It goes on if this object becomes garbage. What others have received stays mapped there. A thread does
+        that; this call returns at once. A forked child offers nothing.
 
         Args:
             name: no other offer on this machine (in this network namespace) may have it.
@@ -150,6 +151,7 @@ class SharedSlots(Closing):
             ConnectionError: the offering process ended before it answered.
             PermissionError: another user offers it.
             ValueError: the memory does not have the size that the offer says; `timeout` is no number.
+            OSError: this process has no file descriptor left, or cannot map the memory.
             TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)

@@ -273,11 +273,11 @@ class Stream(Closing):
     def close(self) -> None:
         """Wait on the host until all work queued on the stream has ended, without limit, and destroy the stream.
 
-        Idempotent; if it is interrupted, call it again. Does nothing in a forked child, after the device is closed, or
-        if the CUDA context is lost.
+        Idempotent; if it is interrupted or raises, call it again. Does nothing in a forked child, after the device is
+        closed, or if the CUDA context is lost.
 
         Raises:
-            DriverError: the driver failed in another way.
+            DriverError: the driver failed for another reason than a lost context.
         """
         if not self._resource.alive or self.device.foreign:
             return

@@ -481,13 +481,14 @@ class Job(Waitable[TransferResult]):
         """Make work that you queue on `stream` from now on start after this transfer has ended.
 
         The GPU waits, not the host. (If segments of the transfer, or of the part, still wait on the host, this call
-        waits up to a second until they are queued.) If the transfer fails later, the stream goes on all the same: check
-        `wait()` or `poll()`.
+        waits until they are queued, up to a second for each device.) If the transfer fails later, the stream goes on
+        all the same: check `wait()` or `poll()`.
 
         Args:
-            stream: a handle, or an object with `__cuda_stream__`. For a job of a `ShardedEngine`, a list or tuple with
-                one stream per device, in their order. Each waits for its own device only. A collective operation
-                follows the transfer on all devices, since it starts when all streams have reached it.
+            stream: a handle (0: the legacy default stream), or an object with `__cuda_stream__`. For a job of a
+                `ShardedEngine`, a list or tuple with one stream per device, in their order. Each waits for its own
+                device only. A collective operation follows the transfer on all devices, since it starts when all
+                streams have reached it.
             part: for a load in parts: wait for this part, counted from 0, and all before it. None waits for the whole
                 transfer.
 
@@ -496,8 +497,9 @@ class Job(Waitable[TransferResult]):
             ValueError: the transfer has no such part; or CUDA does not know the stream in this context.
             TransferError: the transfer has failed already (the GPU may still be at work on it: `wait` before you use
                 its blocks), the stream is being captured, or the CUDA context is lost.
-            CapacityError: the transfer, or the part, could not all be queued within a second. With several devices, the
-                streams of the devices before the one that refused wait all the same.
+            CapacityError: the transfer, or the part, could not all be queued within a second on a device; you may call
+                it again. With several devices, the streams of the devices before the one that refused wait all the
+                same.
             ClosedError: the device is closed, or this is a forked child.
             RuntimeError: you called it inside another call in the same thread.
         """

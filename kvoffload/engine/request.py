@@ -67,7 +67,8 @@ Requests = tuple[Request, ...]
 class GroupTransfer:
     """The blocks and slots of one group in a transfer of several, see `OffloadEngine.store_groups`.
 
-    Nothing is checked or copied here; `store_groups` and `load_groups` do that when they are called.
+    Nothing is checked or copied here. `store_groups` and `load_groups` do that when they are called; you may change
+    the ids once they have returned.
 
     Attributes:
         group: the group whose block table `blocks` refers to.

@@ -73,8 +73,9 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         most_queued_bytes: how many payload bytes of each direction may be queued on each GPU; None: as much as the
             driver's queues hold. The rest waits on the host until a later call of the engine.
         stream_priority: of the engine's streams, within every device's `stream_priorities`; see `OffloadEngine`.
-        progress: called with (bytes done, bytes in all) of one device's pool while that is pinned; devices follow each
-            other.
+        progress: called in this thread with (bytes done, bytes in all) of one device's pool while that is pinned;
+            devices follow each other. An exception from it ends the constructor. For pools that grow see
+            `OffloadEngine`.
 
     Attributes:
         layout: the ShardedLayout.

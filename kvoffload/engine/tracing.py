@@ -26,15 +26,17 @@ class Tracer(Protocol):
         time.
 
         The submitting thread calls it with the engine's lock held. Return soon, do not wait for a thread that uses the
-        engine or its cache, and do not submit transfers.
+        engine or its cache, nor for the job, and do not submit transfers. If it raises an Exception, that is logged,
+        the transfer goes on, and `on_end` is not called for it.
         """
 
     def on_end(self, started: Any, result: TransferResult) -> object:
         """Note that the transfer has ended, well or not: `result.error` says which.
 
         It is called without the engine's lock, in the thread of a call that asks the GPU, such as the engine's `poll`,
-        or `wait` of an unfinished job. If a submission found the end, the next such call in any thread calls it, maybe
-        after `wait` of the job has returned. `result.seconds` is the time on the GPU.
+        or `wait` of an unfinished job; several threads may call it at a time. If a submission found the end, the next
+        such call in any thread calls it, maybe after `wait` of the job has returned. `result.seconds` is the time on
+        the GPU. If it raises an Exception, that is logged.
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if

@@ -50,7 +50,7 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
     Args:
         memory: from `Device.empty`, on a device that JAX uses.
-        after: a `jax.Array`; computations with the new array wait for its computation, too.
+        after: a `jax.Array`, or None; JAX's computations with the new array wait for its computation, too.
 
     Raises:
         CapabilityError: JAX is not installed.

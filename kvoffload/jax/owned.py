@@ -251,6 +251,9 @@ class OwnedCache:
         """Return arrays for the argument `after` of a transfer, which then follows the last update and `results`.
         Without results it is the same as `after=cache`.
 
+        Use the arrays before the next update. Only a load needs results: it overwrites blocks that their computations
+        may still read. The host does not wait for the GPU.
+
         Args:
             results: `jax.Array`s of computations that read the cache since its last update, such as logits, sharded or
                 replicated. A result on some of the devices is followed there.
@@ -260,9 +263,9 @@ class OwnedCache:
             tuple of arrays for each device, in their order.
 
         Raises:
-            ValueError: the cache was donated and no result was set, or a result was deleted or is on none of the
-                devices.
-            TypeError: a result is no `jax.Array`.
+            ValueError: the cache was donated and its update was not set; or one of `results` was deleted, or is on none
+                of the devices.
+            TypeError: one of `results` is no `jax.Array`.
         """
         if self.is_deleted():
             raise ValueError(

@@ -45,10 +45,15 @@ SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O
 
 
 class KVLayout(HtmlRepresentation):
-    """Where the planes of a KV cache lie on the device, group by group, and how a host slot holds their blocks.
+    """Where the planes of a KV cache lie on the device, group by group, and how a host slot holds their blocks. Moves
+    and allocates nothing.
+
+    Keys need `dtype`, `tokens_per_block` and `block_axes`: if one is None, `fingerprint` and `chain_keys` raise
+    LayoutError.
 
     Args:
-        groups: a list of planes for each group. The planes of a group share one block table.
+        groups: a list of planes for each group. The planes of a group share one block table. The layout keeps their
+            `owner`s alive.
         blocks_per_slot: how many device blocks a host slot holds, `f` for short. Blocks that are adjacent on the device
             and in the slot are copied together, as rows up to `f` times as wide. That makes small blocks faster.
         dtype: the type of the elements, such as "bfloat16". Keys depend on it; transfers do not.
@@ -62,10 +67,11 @@ class KVLayout(HtmlRepresentation):
         block_axes: names for the axes of one block of one plane, the slowest in memory first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
             bytes use the same.
-        codec: "bf16-12": slots hold bf16 values in 12 bits each, without loss, so that there are nearly a third more of
-            them in the same memory; `kvoffload.layout.coding` has the format. A list has one codec for each group. A
-            block that the codec cannot hold is not stored, see `Job.unfit`. Needs kernels, bf16 values or their bits
-            as uint16, and blocks of a multiple of 512 bytes in each plane; 2,048 are best. Keys depend on it.
+        codec: "raw": slots hold the blocks as they are. "bf16-12": slots hold bf16 values in 12 bits each, without
+            loss, so that there are nearly a third more of them in the same memory; `kvoffload.layout.coding` has the
+            format. A list has one codec for each group. A block that the codec cannot hold is not stored, see
+            `Job.unfit`. Needs kernels, bf16 values or their bits as uint16, and blocks of a multiple of 512 bytes in
+            each plane; 2,048 are best. Keys depend on it.
 
     Attributes:
         groups: a tuple of `Group`.
@@ -77,8 +83,9 @@ class KVLayout(HtmlRepresentation):
 
     Raises:
         LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
-            below 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element; `slot_order` or `codec`
-            is unknown; the codec cannot code the blocks; or `block_axes` is not a list of different ASCII names.
+            no integer of at least 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element;
+            `slot_order` or `codec` is unknown; the codec cannot code the blocks; or `block_axes` is not a list of
+            different ASCII names.
         ValueError: `on_default_stream` is neither True nor False.
     """
 
@@ -279,7 +286,12 @@ class KVLayout(HtmlRepresentation):
         )
 
     def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
-        """Return a layout of the same planes with slots coded so; see `KVLayout`. Raises LayoutError as that does."""
+        """Return a new layout, like this one but with `codec` (a name, or a list with one for each group): slots have
+        another size and order of bytes then, and keys change. This layout stays as it is.
+
+        Raises:
+            LayoutError: no such codec, or it cannot code the blocks, see `KVLayout`.
+        """
         return KVLayout(
             [group.planes for group in self.groups],
             blocks_per_slot=self.blocks_per_slot,
@@ -329,7 +341,7 @@ class KVLayout(HtmlRepresentation):
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """Return how many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0,
-        of its first slot. The numbers are not checked.
+        of its first slot. The numbers are not checked; no blocks need no slot.
         """
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
@@ -526,7 +538,7 @@ class ShardedLayout:
 
     def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """Return how many slots a transfer of so many blocks needs if it begins at sub-block `first_sub_block`, from 0,
-        of its first slot, the same on every device. The numbers are not checked.
+        of its first slot, the same on every device. The numbers are not checked; no blocks need no slot.
         """
         return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 

@@ -176,9 +176,10 @@ class CacheCollector:
         self._caches = [(weakref.ref(cache), self._values(labels))]
 
     def add(self, cache: Cache, /, **labels: str) -> None:
-        """Export another cache as well.
+        """Export another cache as well, from the next scrape on.
 
         Args:
+            cache: as for the first: a BlockCache, or an object with the same `statistics()`. Not kept alive.
             labels: the same names as for the first cache, with other values.
 
         Raises:
@@ -231,7 +232,8 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
     """Register a collector for a cache.
 
     Args:
-        cache: a BlockCache, or an object with the same `statistics()`. Not kept alive.
+        cache: a BlockCache, or an object with the same `statistics()`. Not kept alive: once it is garbage, or its
+            engine is closed, it has no metrics.
         registry: a `prometheus_client.CollectorRegistry`; None: the default one.
         labels: strings, put on every metric of this cache.
 

@@ -164,10 +164,11 @@ class RouterEvents:
             self.removed(event.keys, self.medium)
 
     def stored(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """Report that these keys can be loaded from that medium from now on. For the slots, the cache does it, by
-        `on_event`.
+        """Report that these keys can be loaded from that medium from now on. For the slots the cache calls this, by
+        `on_event`; call it yourself for other media.
 
-        A key is reported after its parent, since a promotion brings keys in any order.
+        A key is reported after its parent, since a promotion brings keys in any order. Keys that were not described are
+        left out. RuntimeError inside another call of this object, in the same thread.
         """
         refuse_nested(self._lock, "stored")
         with self._lock:
@@ -186,8 +187,9 @@ class RouterEvents:
                 self._add(self._stored(together, last))
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """Report that these keys can no longer be loaded from that medium. For the slots, the cache does it, by
-        `on_event`. Keys that were not reported as stored there are left out.
+        """Report that these keys can no longer be loaded from that medium. For the slots the cache calls this, by
+        `on_event`; call it yourself for other media. Keys that were not reported as stored there are left out.
+        RuntimeError inside another call of this object, in the same thread.
         """
         refuse_nested(self._lock, "removed")
         with self._lock:
@@ -210,8 +212,9 @@ class RouterEvents:
                 self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
     def cleared(self) -> None:
-        """Report that this server holds nothing any more, in any medium. Call it after a restart: what a cache evicts
-        or removes, `clear` included, it reports itself.
+        """Report that this server holds nothing any more, in any medium. Call it after a restart. A cache reports what
+        it evicts or removes itself, `clear` included. RuntimeError inside another call of this object, in the same
+        thread.
         """
         refuse_nested(self._lock, "cleared")
         with self._lock:
@@ -222,8 +225,12 @@ class RouterEvents:
     # sending ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """Return the messages since the previous call, as a batch for you to send; None if there are none. It is also
-        kept for `since`.
+        """Return the messages since the previous call, as a batch for you to send; None if there are none. The batch is
+        also kept for `since`, where the oldest one goes if there are more than `most_batches`. Call it often enough: if
+        more than `most_pending` messages wait, all but the newest are lost.
+
+        Raises:
+            RuntimeError: you called it inside another call of this object, in the same thread.
         """
         refuse_nested(self._lock, "take")
         with self._lock:
@@ -238,7 +245,7 @@ class RouterEvents:
 
     def since(self, sequence: int) -> list[Batch]:
         """Return the kept batches with this number and later ones, the oldest first: for subscribers that missed some.
-        Batches that are kept no more, or were lost, are left out.
+        Batches that are kept no more, or were lost, are left out; [] if none is left. The batches stay kept.
         """
         with self._lock:
             return list(filter(lambda batch: batch.sequence >= sequence, self._batches))

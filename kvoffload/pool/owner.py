@@ -69,13 +69,15 @@ class PoolOwner(Closing):
         busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
-            and identity) and the identity; returns its tiers, which the owner closes.
+            and identity) and the identity; returns its tiers, which the owner closes. Called in a thread of the owner's
+            when the region's first member joins; if it raises, that member is refused.
 
     Attributes:
         failure: what has ended the thread before `close`; None: nothing has.
 
     Raises:
         ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
+        TypeError: `policy` is an object, or `tiers` is no function.
         PermissionError: others may write to the folder.
         OSError: the socket cannot be made there.
     """
@@ -131,7 +133,8 @@ class PoolOwner(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """End. Members go on without hits, and keep the memory mapped. Idempotent.
+        """End: stop serving, and close the tiers. Members go on without hits, and keep the memory mapped. Idempotent.
+        RuntimeError inside another call of the library.
 
         If there are members, or those of the last owner may still come back, the socket's file stays: by it the next
         owner knows that they will bring the memory.
@@ -142,9 +145,10 @@ class PoolOwner(Closing):
         self._thread.join()
 
     def statistics(self) -> list[dict[str, Any]]:
-        """Return for each region its name, members, bytes, capacity, keys resident, pending and pinned, and evicted so
-        far. Messages that members had sent before this call count, unless more arrive than the owner can execute. After
-        `close`: no regions.
+        """Return a dict for each region: `name`, `members`, `nbytes`, `capacity`; keys `resident`, `pending` and
+        `pinned` now; `evicted` so far. Waits for the owner's thread. Messages that members had sent before this call
+        count, unless more arrive than the owner can execute. After `close`: no regions. RuntimeError inside another
+        call of the library.
         """
         counted: Future[list[dict[str, Any]]] = Future()
 

@@ -63,7 +63,7 @@ _MOST_SECONDS = 1e6  # that anything is waited for: `poll` takes twice as many
 
 
 class SharedPool(Closing):
-    """An engine's membership in a pool, made by `attach`. Usable from any thread; a context manager.
+    """An engine's membership in a pool, made by `attach` or `beside`. Usable from any thread; a context manager.
 
     Close it after the engine over its memory: until then it tells owners that this process may touch the memory, and
     holds what a cache over it held when that was forgotten. If you forget it, or an interrupt loses it, it leaves the
@@ -138,16 +138,23 @@ class SharedPool(Closing):
                 their own.
             identity: a text for everything but the layout that the bytes depend on, such as model and revision.
             tenant: one of the owner's tenants. All calls of a cache over this pool are this tenant's.
-            engine: name and part, if several processes are one engine: those that copy give them here, and the one that
-                has the index gives the name to `beside`. No other engine may have the name. A row then has as many
-                parts as the layout has groups, `host_memory` is one part of each, and no other process has it.
+            engine: `(name, part)` of a process that copies, if several processes are one engine; parts count from 0.
+                The process with the index gives the name to `beside` instead of calling this. A row has as many parts
+                as the layout has groups; `host_memory` is one part of each. Nothing tells if two processes have the
+                same name and part: they would overwrite each other. No other engine may have the name.
             timeout: seconds that an owner is waited for, if there is none yet or it does not answer. While it
                 allocates the memory of a region, for its first member, it says so each second: that may take minutes.
-            answer_seconds: how long a call waits for the owner's answer before its keys are misses.
+            answer_seconds: how long a call of a cache over this pool waits for the owner's answer before its keys are
+                misses.
+
+        Returns:
+            The membership. `close` it after the engine over `host_memory`, which pins the memory. If the owner ends,
+            the next one at `path` is found by later calls.
 
         Raises:
             TimeoutError: no owner serves `path`, or it has not answered in `timeout` seconds.
-            CapacityError: the owner has no memory left for a region, or it has 63 members already.
+            CapacityError: the owner has no memory left for a region, or the region has 63 members already (the
+                processes of one engine count once).
             CapabilityError: this system has no memfd, or the owner speaks another version.
             LayoutError: the layout has no fingerprint, or is over several devices.
             PermissionError: the owner is of another user.
@@ -173,20 +180,23 @@ class SharedPool(Closing):
 
     @classmethod
     def beside(cls, path: str | Path, engine: str, processes: int, *, timeout: float = 10.0) -> SharedPool:
-        """Join a pool as the process that has the index of an engine, for a `CacheIndex`. Other processes copy.
+        """Join a pool as the process that has the index of an engine, for a `CacheIndex`. The engine's other processes
+        copy; each has called `attach` with the engine's name and a part.
 
-        To the owner all are one member. If this one ends, what it had reserved is not used again before they have
-        ended, too: they may still be writing. An entry is a row of the memory, whatever the groups of the layout.
+        To the owner this process and the others are one member. If this process ends, what it had reserved is not used
+        again before the others have ended, too: they may still be writing. An entry is a row of the memory, whatever
+        the groups of the layout. Tenant: "".
 
         Args:
-            engine: the name that the others have given to `attach`.
-            processes: how many these are.
-            path, timeout: as for `attach`. It also waits for the other processes.
+            path: of the owner's socket.
+            engine: the name that the other processes give to `attach`.
+            processes: how many other processes there are, without this one.
+            timeout: seconds, in total, for which this waits for an owner and for the other processes to join.
 
         Raises:
-            TimeoutError: no owner serves `path`, or these processes have not joined in `timeout` seconds.
-            ValueError: another process has joined as the one with this engine's index.
-            Also errors of `attach`.
+            TimeoutError: no owner serves `path`, or the other processes have not joined in `timeout` seconds.
+            ValueError: another process has joined as the one with this engine's index; or a bad argument.
+            CapacityError, CapabilityError, PermissionError, TypeError: as `attach`.
         """
         if not engine:
             raise ValueError(f"engine must be the name that its processes give to attach, got {shown(engine)}")
@@ -235,9 +245,11 @@ class SharedPool(Closing):
 
     def close(self) -> None:
         """Leave the pool: what this member had reserved or leased is free for others. Close the engine first, since
-        the GPU must not touch the memory any more. Idempotent. In a forked child it does nothing.
+        the GPU must not touch the memory any more: nothing here waits for transfers. Idempotent. In a forked child it
+        does nothing.
 
-        Raises RuntimeError inside a call of the cache, for which the membership's thread may be waiting.
+        Raises:
+            RuntimeError: called inside another call of the library, for which the membership's thread may be waiting.
         """
         if len(FORKS) != self._forks:
             return
@@ -262,8 +274,12 @@ class SharedPool(Closing):
     def open(
         self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
     ) -> tuple[CacheState, RecordCalls]:
-        """Return state and records for a cache over this pool. Raises CapacityError, LayoutError: the engine is not
-        over it, or a cache is already.
+        """Return state and records for a cache over this pool; caches call it in their constructors.
+
+        Raises:
+            CapacityError: the engine's slots are not `host_memory` of this pool, or another cache is over the pool.
+            LayoutError: the engine has another layout than the pool was attached with.
+            ClosedError: as `check_usable`.
         """
         from kvoffload.pool.pooled_state import PooledState, PoolRecordCalls
 
@@ -295,25 +311,35 @@ class SharedPool(Closing):
             raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
 
     def check_usable(self) -> None:
-        """Raise ClosedError in a forked child, and after `close`. Takes no lock, which a child may never get."""
+        """Raise ClosedError in a forked child, and after `close`; not if there is no owner. Takes no lock, which a
+        child may never get.
+        """
         if len(FORKS) != self._forks or self._closed:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def wake(self) -> None:
-        """Have the thread look at transfers in flight until they have ended, so that others see the keys."""
+        """Have the membership's thread look at transfers in flight until they have ended, so that other members see
+        their keys. Returns at once.
+        """
         with self._calls, self._lock:
             if not self._woken:
                 self._woken = True
                 wake(self._wakeup)
 
     def ask(self, operation: Operation, payload: bytes, *, granted: Grant | None = None) -> bytes | None:
-        """Send a message, and return the owner's answer. None: no owner, or not in time, and then not before it has
-        caught up; or a signal handler asks in the middle of another message.
+        """Send a message, and return the owner's answer, for which this waits about `answer_seconds` at most.
 
         Args:
             granted: what the message asks for. An owner of another generation is not asked.
 
-        Raises CapacityError if it refuses RESERVE with ALL_OR_NOTHING.
+        Returns:
+            The answer. None: there is no owner; it has not answered in time (then further calls return None at once,
+            until it has); it refused the message, which is logged; or a signal handler or finalizer asks in the middle
+            of another message.
+
+        Raises:
+            CapacityError: the owner refuses RESERVE with ALL_OR_NOTHING.
+            ClosedError: the pool is closed, or this is a forked child.
         """
         self.check_usable()
         if in_call(self._lock) or (in_ours() and threading.current_thread() is not self._thread):
@@ -332,8 +358,16 @@ class SharedPool(Closing):
         return None
 
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float) -> bytes | None:
-        """Send BRING, REMOVE or FORGET, and return the answer, for which the owner may wait for tiers, at most so many
-        seconds. None: as of `ask`, also if it stops answering `ask` meanwhile. Other calls go on.
+        """Send BRING, REMOVE or FORGET, and return the answer, before which the owner may wait for tiers. This waits
+        about `wait` seconds and `answer_seconds` at most; calls of other threads go on meanwhile.
+
+        Returns:
+            The answer; b"" if the owner refused the message. None: there is no owner, it has not answered in time, or
+            it stopped answering `ask` meanwhile.
+
+        Raises:
+            ClosedError: the pool is closed, or this is a forked child.
+            RuntimeError: called inside another call of the library.
         """
         self.check_usable()
         refuse_waiting("promote" if operation is Operation.BRING else "remove")
@@ -362,8 +396,10 @@ class SharedPool(Closing):
             del self._slow[number]
 
     def tell(self, operation: Operation, payload: bytes, *, generation: int | None = None) -> None:
-        """Send a message without an answer. If the owner does not listen it is dropped. One for the owner of a
-        `generation` is sent later then, and dropped if that owner has ended.
+        """Send a message without an answer; wait `answer_seconds` at most until it is sent, and not until it is read.
+        If the owner does not listen, the message is dropped; with `generation`, it is kept and sent later, unless the
+        owner of that generation has ended, or 65,536 messages are kept. Does nothing after `close` and in a forked
+        child.
         """
         if self._closed or len(FORKS) != self._forks:
             return

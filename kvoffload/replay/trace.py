@@ -54,6 +54,9 @@ def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
     """Read the first `limit` requests (None: all), their times, and their sessions.
 
     Blank lines are skipped. An empty `hash_ids` is a request for nothing.
+
+    Raises:
+        CommandError: the file cannot be read, or a line is no such request; the message has its number.
     """
     requests: list[Request] = []
     stamps: list[Any] = []

@@ -206,7 +206,8 @@ class SimulatedDriver:
         pools_report_their_device: whether pools have CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
 
     Raises:
-        TypeError, ValueError: an argument.
+        TypeError: `seed` is no integer, or a version is not two integers.
+        ValueError: `device_count` is not an integer of at least 1. The other numbers are not checked.
     """
 
     simulated = True
@@ -293,7 +294,8 @@ class SimulatedDriver:
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
         It runs in whichever driver call advances the stream, perhaps this one, under the driver's lock. So it must not
-        wait for another thread that calls the driver. An exception of the function leaves that call.
+        wait for another thread that calls the driver. It reaches memory by `view`. An exception of the function leaves
+        that call.
 
         Args:
             stream: the handle of a stream of the calling thread's current context, such as `stream.handle`.
@@ -325,8 +327,8 @@ class SimulatedDriver:
         return space.view(int(address), nbytes)
 
     def exported(self, address: Any, nbytes: int, owner: object) -> space.Bytes:
-        """Like `view`, but the array keeps `owner` and the memory alive. After a free it reads the fill of freed
-        memory, 0xDE, never another allocation's bytes.
+        """Return device or pinned memory as `view` does, as an array that keeps `owner` and the memory alive. After a
+        free it reads the fill of freed memory, 0xDE, never another allocation's bytes. ValueError for other addresses.
         """
         return space.held_view(int(address), nbytes, (owner, self._holding(address, nbytes).storage))
 
@@ -337,6 +339,9 @@ class SimulatedDriver:
 
         Args:
             address: of any registered byte; its whole range is meant.
+
+        Raises:
+            ValueError: the address is not in device or pinned memory.
         """
         with self.lock:
             region = self._holding(address, 1)
@@ -354,7 +359,10 @@ class SimulatedDriver:
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Run all queued operations, but for those behind a stream's wait for a value that the host has not written."""
+        """Run all queued operations, of all streams and contexts, before this returns; but leave those behind a
+        stream's wait for a value that the host has not written. An exception of a function that was given to `enqueue`
+        leaves this call.
+        """
         with self.lock:
             self.scheduler.run_all()
 
@@ -403,7 +411,7 @@ class SimulatedDriver:
     def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
         """Allocate `nbytes` on GPU number `device` as another library does, and return the address. `allocator` and
         `options` (`readers`, `handle_bytes`) are those of `allocate_adjacent`. Free it with `free_outside`; `leaks`
-        counts it.
+        counts it. ValueError if there is no such allocator.
         """
         return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
@@ -428,6 +436,9 @@ class SimulatedDriver:
             readers: for "own pool": other devices that can access it.
             handle_bytes: for "mapped": bytes that a handle maps, the last one of each allocation the rest; None: one
                 handle for each allocation.
+
+        Raises:
+            ValueError: there is no such allocator.
         """
         with self.lock:
             made_by = Allocator(allocator)

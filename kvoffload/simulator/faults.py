@@ -24,10 +24,11 @@ class PlannedFault:
 
 
 class Faults:
-    """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on.
+    """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on, of
+    any thread.
 
     Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync"; unknown ones are accepted
-    and never apply. A count below 1 is a ValueError, but `fail_operation(0)` cancels.
+    and never apply. A count below 1 is a ValueError; only that of `fail_operation` is not checked, and 0 cancels there.
 
     Attributes:
         partial: a batch call (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync) that is planned to fail copies some of its
@@ -52,17 +53,24 @@ class Faults:
 
         Args:
             error: a CUresult or its number; None: CUDA_ERROR_UNKNOWN.
+
+        Raises:
+            ValueError: `nth` is below 1, or `error` is no CUresult.
         """
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
-        """Plan as `fail_call` does, for the nth driver call from now on (1 is the next), whatever its name."""
+        """Make the nth driver call from now on (1 is the next), whatever its name, return `error` without doing its
+        work; with `after=True`, after doing it. Otherwise as `fail_call`: None is CUDA_ERROR_UNKNOWN, and ValueError is
+        raised if `n` is below 1 or `error` is no CUresult.
+        """
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
         """Lose a CUDA context, as by an illegal address: the one in which the next operation executes; or, with
         `at_call=n`, the one that is current in the thread of the nth driver call from now on. Work queued in it never
-        runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed.
+        runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed. ValueError if `at_call`
+        is below 1.
         """
         if at_call is None:
             self._sticky_soon = True
@@ -70,21 +78,23 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth copy that executes from now on fault halfway; its context is lost, as with `sticky`. A second
-        call replaces the first; 0 cancels it.
+        """Make the nth copy that executes from now on (1 is the next) fault halfway; its context is lost, as with
+        `sticky`. A second call replaces the first; 0 cancels it. Queued copies count when they execute, not now.
         """
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` sleep `seconds` first, without the driver's lock, until `clear`, which cancels
-        all other delays and failures, too.
+        """Make every call of the driver function `name` sleep `seconds` first, without the driver's lock, until
+        `clear`, which cancels all other delays and failures, too.
 
-        A second delay of this name replaces the first.
+        A second delay of this name replaces the first; 0 ends it. Neither `name` nor `seconds` is checked.
         """
         self.delays[name] = seconds
 
     def clear(self) -> None:
-        """Cancel every planned failure and delay. Counts stay."""
+        """Cancel every planned failure and delay. Counts stay; a call that sleeps already sleeps on, and a context that
+        is lost stays lost.
+        """
         self._planned: list[PlannedFault] = []
         self._copy_countdown = 0
         self._sticky_soon = False

@@ -18,12 +18,14 @@ from kvoffload.tiers.threaded import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
-    """How likely each fault is, 0.0 to 1.0, in a tier's reads, writes, removals and flushes. Drawn for each
-    record read or written, each removal and each flush. `exists` and `contains` have no faults.
+    """How likely each fault of a `FaultyTier` is, 0.0 to 1.0, in its reads, writes, removals and flushes. Drawn
+    independently for each record read or written, and for each call of `remove`, `clear` and flush (by `drain`).
+    `exists` and `contains` have no faults.
 
     Attributes:
-        fail: FAILED; a read leaves half a record of other bytes in its entry. After a flush: `drain` is False.
-        error: FAILED, too, by an OSError inside the tier; a read leaves its entry as it was.
+        fail: FAILED; a read leaves half a record of other bytes in its entry, a write or removal changes nothing. If a
+            flush fails, `drain` returns False.
+        error: as `fail`, by an OSError inside the tier; but a read leaves its entry as it was.
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: writes only: DECLINED.
@@ -36,6 +38,7 @@ class TierFaults:
 
     Raises:
         ValueError: a rate is out of range, or `longest_delay` is no number of seconds.
+        TypeError: a rate is no number.
     """
 
     fail: float = 0.0
@@ -107,17 +110,20 @@ class FaultyTier(ThreadedTier):
         return self._hung
 
     def fail_all(self) -> None:
-        """Let every get, put, removal and flush fail from now on, as with a medium that is gone, until `heal`.
+        """Let every get, put, removal and flush fail from now on, as with a medium that is gone, until `heal`. So do
+        calls that hang now, once they go on.
 
-        Keys are FAILED, `drain` returns False. `exists` and `contains` still answer.
+        Keys are FAILED, `drain` returns False. `exists` and `contains` still answer. Any thread may call this.
         """
         with self._state:
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """Let every get, put, removal and flush hang from now on, until you call `heal`. Do so before `close`.
+        """Let every get, put, removal and flush that begins from now on hang, until you call `heal`. Call that before
+        `close`, which would wait for its whole timeout and return False.
 
-        `contains` still answers; so does `exists`, as long as one thread of the tier does not hang.
+        `contains` still answers; so does `exists`, as long as one thread of the tier does not hang (by default there is
+        only one).
         """
         with self._state:
             self._all_hang = True

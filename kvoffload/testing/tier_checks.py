@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from kvoffload.cache.tiering.tier import RECORD_ALIGNMENT
 from kvoffload.errors import ClosedError, LayoutError
 from kvoffload.internal.checks import at_least, to_wait
 from kvoffload.internal.log import LOGGER
@@ -500,10 +501,11 @@ def check_tier(
     seconds.
 
     Args:
-        make: returns a new tier each time, not attached yet. If the tiers are durable, let all use the same store; the
-            check clears it. Others begin empty. The first tier is only asked whether it is durable, never attached nor
-            closed. A tier must have room for four times `entries` records and no reason to decline them. A tier whose
-            `max_bytes` has room for more than 4096 records is not filled up to it.
+        make: returns a new tier each time, not attached yet; called in this thread, then in threads of the checks. If
+            the tiers are durable, let all use the same store; the check clears it. Others begin empty. The first tier
+            is only asked whether it is durable, never attached nor closed. A tier must have room for four times
+            `entries` records and no reason to decline them. A tier whose `max_bytes` has room for more than 4096
+            records is not filled up to it.
         entries: of the pool that the tier gets, at least 8.
         row_bytes: of an entry on each device, a multiple of 4096.
         pools: the number of devices, with one array for each. Check a tier with 1 and with 2; a durable one needs
@@ -517,9 +519,12 @@ def check_tier(
     Raises:
         AssertionError: the tier breaks a promise, raises an error or does not come to an end; the message names the
             check. Later checks are not made. A check that has not ended goes on in its thread.
-        ValueError: `entries`, `pools` or `timeout`.
+        ValueError: `entries`, `row_bytes`, `pools` or `timeout`.
+        Any error of the first call of `make`.
     """
     at_least("entries", entries, 8)
+    if at_least("row_bytes", row_bytes, RECORD_ALIGNMENT) % RECORD_ALIGNMENT:
+        raise ValueError(f"row_bytes must be a multiple of {RECORD_ALIGNMENT}, got {row_bytes}")
     setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, to_wait("timeout", timeout))
 
     def run(check: Callable[[TierSession], None]) -> None:

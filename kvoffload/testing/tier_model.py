@@ -221,17 +221,17 @@ def fuzz_tier(
             before may be removed, and those of the last operations stay: give it a store of its own.
         operations: how many at least, counted in keys.
         entries, row_bytes, pools: of its pool: one array of `entries` rows, at least 8, for each of `pools` devices.
-            `row_bytes` is a multiple of 4096.
-        keys: how many different ones, at least 8.
+            `row_bytes` is a multiple of 4096; else `attach` refuses the pool by a LayoutError.
+        keys: how many different ones, at least 8. As with `entries`, that is not checked.
         lossless: the tier has room for all keys and no faults: a miss is an error, too.
         seed: of the operations.
         while_waiting: called in this thread, again and again, until a job has ended: `FaultyTier.release_hung` for a
             tier that hangs. If given, there are no drains.
-        timeout: seconds that one job may take.
+        timeout: seconds that one job may take, and the `close` at the end.
 
     Raises:
         AssertionError: wrong bytes, a record that came back after its removal, an entry touched outside a job, a job
-            that takes too long, or the tier raised (the cause). The message has the seed.
+            that takes too long, or the tier or `while_waiting` raised (the cause). The message has the seed.
         ValueError: `timeout` is no number. Any error of `tier.attach`; then the tier is not closed.
     """
     timeout = to_wait("timeout", timeout)

@@ -16,6 +16,7 @@ from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.errors import LayoutError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane, SlotOrder
@@ -49,7 +50,8 @@ def poison(array: UInt8Array, *, value: int = POISON) -> None:
 def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
     """Fill GPU memory with random bytes, and return a host copy: uint8, (nbytes,). They are there when this returns.
 
-    It waits for no transfer and no stream but the legacy default stream. The same seed gives the same bytes.
+    It waits for no transfer and no stream but the legacy default stream: if others use the memory, wait for them first.
+    The same seed gives the same bytes. Raises ClosedError and DriverError as `DeviceBuffer.copy_from` does.
     """
     content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
     buffer.copy_from(content)
@@ -73,32 +75,33 @@ def naive_transfer(
     """Make a transfer's copies in host arrays, in place, by a loop over blocks and planes: the reference for transfers.
 
     Args:
-        layout: gives the addresses and sizes of blocks.
-        direction: "store" copies from `memory` to `pool`, "load" back.
-        blocks, slots: block numbers, and the slots for them, `layout.blocks_per_slot` blocks in each, in order.
+        layout: gives the addresses and sizes of blocks. It must have no codec.
+        direction: "store" copies from `memory` to `pool`, "load" back; it is not checked.
+        blocks, slots: block numbers, and the slots for them, `layout.blocks_per_slot` blocks in each, in order. Repeats
+            are not refused, and a negative slot counts from the end of `pool`.
         memory: device memory: for the base address of each allocation its bytes, uint8, 1-D.
         pool: the slots, uint8, (num_slots, layout.slot_bytes).
         group: the layout's group that the blocks belong to.
         first_sub_block: place of the first block in the first slot.
 
     Raises:
+        LayoutError: the layout has a codec.
         AssertionError: `memory` lacks bytes of a block.
-        IndexError: a slot does not exist, or there are too few. In both cases some bytes may have been copied.
+        IndexError: a slot does not exist, or there are too few. In these two cases some bytes may have been copied.
     """
+    if any(codec != "raw" for codec in layout.codecs):
+        raise LayoutError(f'layout must have codec="raw", got {layout.codecs}: naive transfers copy blocks as they are')
     factor = layout.blocks_per_slot
     for index, block in enumerate(blocks):
-        slot = slots[(first_sub_block + index) // factor]
-        sub_block = (first_sub_block + index) % factor
+        number, sub_block = divmod(first_sub_block + index, factor)
         planes, blocks_are_whole = layout.groups[group].planes, layout.groups[group].slot_order == "block-major"
         start = sub_block * sum(plane.block_bytes for plane in planes) if blocks_are_whole else 0
         for plane in planes:
             on_device = _device_bytes(memory, plane.address + block * plane.block_stride, plane.block_bytes)
             place = start if blocks_are_whole else start + sub_block * plane.block_bytes
-            on_host = pool[slot, place : place + plane.block_bytes]
-            if direction == Direction.STORE:
-                on_host[:] = on_device
-            else:
-                on_device[:] = on_host
+            on_host = pool[slots[number], place : place + plane.block_bytes]
+            target, source = (on_host, on_device) if direction == Direction.STORE else (on_device, on_host)
+            target[:] = source
             start += plane.block_bytes if blocks_are_whole else factor * plane.block_bytes
 
 
@@ -116,12 +119,15 @@ class Mirror:
     when the engine is idle again: it compares every byte, padding and guard bytes included.
 
     Args:
-        engine: its pool is copied. One device only.
+        engine: its pool is copied. One device only, and a layout without a codec: `expect` refuses that.
         buffers: all device memory of the layout, and any other that must not change. Keep them open until `check`.
 
     Attributes:
         memory: the copy of each buffer, by its address. If you write to device memory yourself, write the same here.
         pool: the copy of the slots; likewise.
+
+    Raises:
+        ClosedError, DriverError: a buffer is closed, or the driver failed.
     """
 
     def __init__(self, engine: OffloadEngine, buffers: Sequence[DeviceBuffer]) -> None:
@@ -141,7 +147,12 @@ class Mirror:
     ) -> None:
         """Repeat a transfer on the mirror's copies of slots and device memory, on the host. Call it once for each
         transfer, in the order of submission, before `check`; the transfer need not have ended. Blocks come first, then
-        slots, for a load, too. Raises AssertionError and IndexError as `naive_transfer`.
+        slots, for a load, too.
+
+        Raises:
+            LayoutError: the engine's layout has a codec.
+            AssertionError: a block is in none of the buffers.
+            IndexError: a slot does not exist, or there are too few.
         """
         naive_transfer(
             self._engine.layout,
@@ -155,10 +166,12 @@ class Mirror:
         )
 
     def check(self) -> None:
-        """Compare the engine's pool and the device memory with the copies. It waits for no transfer.
+        """Compare the engine's pool and the device memory with the copies, every byte. It waits for no transfer:
+        `drain` the engine first.
 
         Raises:
             AssertionError: they differ; the message says how many bytes, and the first one.
+            ClosedError, DriverError: a buffer is closed, or the driver failed.
         """
         _check_same("the slot pool", self._engine.slots, self.pool)
         for buffer in self._buffers:
@@ -183,9 +196,9 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 def leak_check(device: Device) -> Iterator[None]:
     """Fail if more resources are in use after the block than before. If the block raises, nothing is counted.
 
-    Counted: objects that the device owns, open file descriptors (where /proc lists them), threads; on a simulated
-    device also streams, events, allocations, registered ranges and contexts. Engines created inside the block must be
-    closed or garbage by its end.
+    Counted: objects that the device owns, open file descriptors (where /proc lists them) and threads of the whole
+    process; on a simulated device also streams, events, allocations, registered ranges and contexts. Engines created
+    inside the block must be closed or garbage by its end. It waits for no transfer: `drain` engines that you drop.
 
     Raises:
         AssertionError: something is left over; the message has both counts.
@@ -216,9 +229,9 @@ def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
     nothing is left in its driver, which no other open device may share.
 
     Raises:
-        AssertionError: one of these checks failed, or the device is not simulated. If a guard byte changed before, the
-            device stays open.
-        TimeoutError: transfers were still running after `timeout` seconds; the device stays open.
+        AssertionError: the device is not simulated, and stays as it is. Or one of these checks failed: the device is
+            closed then, unless its driver is `strict`, which raises at once, perhaps before the device is closed.
+        TimeoutError: transfers were still running after `timeout` seconds in total; the device stays open.
         Other errors of `Device.close`.
     """
     simulator = device.simulator
@@ -269,6 +282,7 @@ def check_copier_conformance(
         AssertionError: a copier moved other bytes than the loop, touched a byte that it should not have, or failed.
         ValueError, CapabilityError: a copier is unknown, or cannot run on this device.
         TimeoutError: the transfers of one check took longer than 60 seconds.
+        Other errors of `Device.allocate` and `OffloadEngine`, such as CapacityError and ClosedError.
     """
     names = copiers
     if names is None:  # whether a kernel can run is known for certain when an engine has loaded one

@@ -25,7 +25,9 @@ class MemoryTier(ThreadedTier):
         limits: see `Limits`; 2 threads by default.
 
     Raises:
-        ValueError: `nbytes` is no integer of at least 1. From `attach`: CapacityError, `nbytes` holds no record.
+        ValueError: `nbytes` is no integer of at least 1.
+        TypeError: `limits` is no `Limits`.
+        CapacityError: from `attach`: `nbytes` holds no record.
     """
 
     threads = 2

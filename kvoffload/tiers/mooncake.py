@@ -104,8 +104,8 @@ class MooncakeTier(RemoteTier):
             that waits for a transfer keeps a CPU busy.
 
     Raises:
-        CapabilityError: missing are the package (`pip install 'kvoffload[mooncake]'`), its library `libibverbs1`,
-            or for "rdma" an active device. From `attach`: the pool cannot be registered.
+        CapabilityError: the package (`pip install 'kvoffload[mooncake]'`) or its library `libibverbs1` is missing, or
+            for "rdma" an active device. From `attach`: the pool cannot be registered.
         TypeError, ValueError: an argument; `master` without a port, say.
     """
 

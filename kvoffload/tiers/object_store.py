@@ -37,7 +37,8 @@ class ObjectStoreTier(RemoteTier):
             `access_key_id`. Others come from environment variables and the machine's role.
         client_options: obstore's options for connections, such as `root_certificate`, `proxy_url`, `allow_http`.
             Ignored unless `store` is the URL of a network store.
-        timeout: seconds for a request, which is not retried. Ignored in the same cases.
+        timeout: seconds for a request, which is not retried; a record is one request. Ignored unless `store` is the URL
+            of a network store.
 
     Raises:
         CapabilityError: obstore is missing (`pip install 'kvoffload[objectstore]'`).

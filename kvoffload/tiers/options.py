@@ -18,8 +18,8 @@ class Limits:
 
     Attributes:
         threads: threads that call the medium. None: the tier's default.
-        max_queued: keys of puts that may wait, and as many keys of `get` and `exists` together. Further keys are
-            DECLINED. Removals are never declined.
+        max_queued: keys of puts that may wait, and as many keys of `get` and `exists` together. Of a call that has more
+            keys than there is room for, the last ones are DECLINED. Removals are never declined.
 
     Raises:
         ValueError: one is not an integer of at least 1.

@@ -150,7 +150,11 @@ class RemoteTier(ThreadedTier):
     A FAILED put may still reach the store later. So if you remove a key just after such a put, its record may come back
     with the bytes that were put.
 
-    Several threads call a subclass's methods at a time. If one that gets names raises, all keys of its call are FAILED.
+    Threads of the tier call a subclass's methods, several at a time; only `connect` runs in the thread of `attach`. No
+    two calls of this process write one record at a time, nor does one write a record that `remove` or `clear` is
+    deleting. But a fetch, which deletes a record that it rejects, may run beside either, and other machines may do
+    anything at any time. If a method that gets names raises, all keys of its call are FAILED, or DECLINED if the error
+    of a write says that there is no room, see `ThreadedTier`.
 
     Args:
         identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
@@ -202,14 +206,18 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def connect(self) -> None:
-        """Make the client. `attach` calls this with `self.pools` set. Do not raise if the store does not answer.
+        """Make the client. `attach` calls this once, in its caller's thread, with `self.pools` and `self.format` set.
+        May block. Do not raise if the store does not answer: nothing calls this again, so the later calls then connect
+        (several threads at a time), or raise.
 
-        What it raises, `attach` raises; `disconnect` is then not called.
+        What it raises, `attach` raises. `disconnect` is then not called, and `attach` may be called again.
         """
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close the client. Called once; all other calls have returned, and none will follow. Errors are logged."""
+        """Close the client. Called once, after a `connect` that returned; all other calls have returned, and none will
+        follow. May block. An exception from it is logged.
+        """
 
     @abstractmethod
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
@@ -217,47 +225,51 @@ class RemoteTier(ThreadedTier):
 
         Args:
             names: of the records.
-            parts: for each record the uint8 arrays to fill: the header of 192 bytes, then a range for each device. The
-                caller verifies them. They may be left half written unless the record is DONE.
+            parts: for each record the uint8 arrays to fill, one-dimensional: the header of 192 bytes, then a range for
+                each device. The caller verifies them, so a record that is being written meanwhile does no harm. They
+                may be left half written unless the record is DONE.
 
         Returns:
-            For each record DONE, MISSING or FAILED. If the stored bytes have another size, call `reject(name)`: what it
-            returns is the outcome.
+            A list with DONE, MISSING or FAILED for each record, in order. If the stored bytes have another size, call
+            `reject(name)`: what it returns is the outcome. If you raise, all are FAILED.
         """
 
     @abstractmethod
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """Write records to the store. Do not read `parts` after returning.
+        """Write records to the store. Do not write to `parts`, nor read them after returning.
 
         Args:
             names: of the records.
-            parts: for each record its header and ranges.
+            parts: for each record uint8 arrays, one-dimensional: its header and its ranges.
 
         Returns:
-            For each record DONE, DECLINED (the store has no room) or FAILED. If the store already has the record, keep
-            or replace it; both are DONE.
+            A list with DONE, DECLINED (the store has no room) or FAILED for each record, in order. If the store already
+            has the record, keep or replace it; both are DONE. If you raise, all are FAILED, or DECLINED if the error
+            says that there is no room. If a part is missing, the record is a miss when it is read.
         """
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
         """Ask the store. Return for each record, in order, whether all of its parts are there, as a hint: the store may
-        evict them a moment later.
+        evict them a moment later. Called for `exists`, and before records are put.
 
-        Raise if the store does not answer: False means that it has answered.
+        Raise if the store does not answer: False means that it has answered. The keys are then FAILED.
         """
 
     @abstractmethod
     def delete_names(self, names: Sequence[str]) -> list[bool]:
-        """Delete records, so that none is found when you return. Return for each whether it, or a part, was there.
+        """Delete records, so that none is found when you return. Return for each, in order, whether it, or a part, was
+        there. Some may be missing, or another call may delete them meanwhile: that is no error.
 
-        Raise if one may still be there.
+        Raise if one may still be there: the keys are then FAILED. `reject` calls this, too.
         """
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """Delete all records whose names begin with `folder`, which ends with "/": none is left when you return.
+        """Delete all records whose names begin with `folder`, which ends with "/", and no others: none is left when you
+        return. No write of this process runs meanwhile; fetches and deletions may.
 
-        No match is fine. Raise if that fails: `clear` then reports FAILED; else it reports DONE.
+        No match is fine. Raise if one may be left: `clear` then reports FAILED; else it reports DONE.
         """
 
     def describe(self) -> dict[str, str | int]:
@@ -268,9 +280,11 @@ class RemoteTier(ThreadedTier):
         return {}
 
     def new_headers(self, count: int) -> UInt8Array:
-        """Return memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8.
+        """Return memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8,
+        C-contiguous, with any content.
 
-        Override it if the client needs registered memory. The same thread's next call may get the same memory again.
+        Override it if the client needs registered memory. A thread of the tier calls it before each such call, several
+        threads at a time. The same thread's next call may get the same memory again. If you raise, the keys are FAILED.
         """
         return np.empty((count, HEADER_BYTES), np.uint8)
 

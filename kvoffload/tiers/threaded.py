@@ -47,7 +47,7 @@ class Origin:
 
     Attributes:
         tenant: as given to `put`.
-        job: the job of that call, with all its keys.
+        job: the job of that call, with all its keys; `put_ended` gets the same one. Do not wait for it.
     """
 
     tenant: str
@@ -60,13 +60,16 @@ class ThreadedTier(Tier):
 
     Per record: `read_record`, `write_record`, `has_record`. If one call of your medium transfers several records, have
     `read_records`, `write_records`, `have_records` instead, and set `bytes_per_call`. Always: `remove_records` and
-    `remove_all`. The others do nothing unless you override them.
+    `remove_all`. The hooks `start`, `release`, `flush`, `num_records`, `put_ended` and `get_ended` do nothing unless
+    you override them; each says which thread calls it.
 
-    The tier's threads call the methods, several at a time. Two calls never write one key at a time, and none writes a
-    key while another removes it; a read of it may run beside either. Removals come first, then reads, then writes, but
-    a write follows 16 reads. If a method for keys raises, or its result has a wrong length, or an outcome of a wrong
-    type, its keys are FAILED; the thread goes on. If a write raises since there is no room (OSError with ENOSPC, EDQUOT
-    or EFBIG, or what obstore and glide say then), its keys are DECLINED. (Any value counts as a bool: None is False.) A
+    The tier's threads call the methods for records, several at a time. Two calls never write one key at a time, and
+    none writes a key while another removes it. A read of it may run beside either, and two removals beside each other.
+    Removals come first, then reads, then writes, but a write follows 16 reads.
+
+    If a method for keys raises, or its result has a wrong length, or an outcome is no `Outcome`, its keys are FAILED;
+    the thread goes on. If a write raises since there is no room (OSError with ENOSPC, EDQUOT or EFBIG, or what obstore
+    and glide say then), its keys are DECLINED. Where bools are asked for, any value counts as one: None is False. A
     method that never returns blocks its thread and leaves its keys without an outcome: so none may wait for a cache
     that has this tier.
 
@@ -74,11 +77,11 @@ class ThreadedTier(Tier):
         limits: threads and queue; None: `Limits()`.
 
     Attributes:
-        threads: how many call the methods. Set it in the class; `limits` overrides it.
+        threads: how many call the methods, 4 by default. Set it in the class; `limits` overrides it.
         bytes_per_call: most bytes of the records in one call of `read_records` or `write_records`; a single record may
             be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
         max_queued: keys of puts that may wait, and as many keys of `get` and `exists`; more are DECLINED.
-        pools: the arrays that `attach` was given; () before, and after `release`.
+        pools: the arrays that `attach` was given; () before `attach`, after one that raised, and after `release`.
         record_bytes: bytes of one record, over all pools; 0 before `attach`.
 
     Raises:
@@ -111,7 +114,8 @@ class ThreadedTier(Tier):
 
         `rows`: one uint8 array, one-dimensional, for each of `pools`: views of one entry. If the record's bytes
         differ from the ones that were put, call `count_corrupt` and return MISSING. Unless you return DONE, the rows
-        may hold anything. Do not touch them after returning.
+        may hold anything. Do not touch them after returning. A write or a removal of the key may run meanwhile. If you
+        raise, the key is FAILED.
         """
         raise NotImplementedError(f"{type(self).__name__} must have read_record, or read_records")
 
@@ -119,14 +123,16 @@ class ThreadedTier(Tier):
         """Copy the rows to a record. Return DONE, DECLINED (no room) or FAILED; DONE without a copy if the key has a
         record.
 
-        `rows`: one uint8 array, one-dimensional, for each of `pools`. Do not write to them, nor read them after
-        returning. `origin` has the tenant. A read must not return DONE for a half written record.
+        `rows`: one uint8 array, one-dimensional, for each of `pools`: views of one entry. Do not write to them, nor
+        read them after returning. `origin` has the tenant and the job. A read of the key may run meanwhile: it must not
+        return DONE for a half written record. If you raise, the key is FAILED, or DECLINED if the error says that there
+        is no room (see the class); leave no half of a record that a read would return.
         """
         raise NotImplementedError(f"{type(self).__name__} must have write_record, or write_records")
 
     def has_record(self, key: bytes) -> bool:
-        """Return whether there is a record of this key, without reading it. `exists` needs it; if you raise, the key is
-        FAILED.
+        """Return whether there is a record of this key, without reading it. A thread of the tier calls it for `exists`;
+        if you raise, the key is FAILED.
 
         If `capabilities.local_index` is True, `contains` calls it, too, in its caller's thread, even while `release`
         runs. Then it must not block; if it raises, `contains` says False.
@@ -135,63 +141,76 @@ class ThreadedTier(Tier):
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
         """Read records for several keys of one `get`, and return a list of their outcomes, in order. Override this one
-        instead if your medium reads several at once.
+        instead of `read_record` if your medium reads several at once.
+
+        `rows[i]` belongs to `keys[i]`; for each key the rules of `read_record` hold. If you raise, all are FAILED.
         """
         calls = [partial(self.read_record, *each) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, lambda _: Outcome.FAILED) for call in calls]
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
         """Write records for several keys of one `put`, and return a list of their outcomes, in order. Override this one
-        instead if your medium writes several at once.
+        instead of `write_record` if your medium writes several at once.
+
+        `rows[i]` belongs to `keys[i]`; for each key the rules of `write_record` hold. If you raise, all are FAILED,
+        or DECLINED if the error says that there is no room.
         """
         calls = [partial(self.write_record, *each, origin) for each in zip(keys, rows, strict=True)]
         return [self._guarded(call, outcome_of) for call in calls]
 
     def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Return for each key, in order, whether there is a record: a list of bools. Override this one instead if your
-        medium answers for several at once.
+        """Return for each key, in order, whether there is a record: a list of bools. Override this one instead of
+        `has_record` if your medium answers for several at once. A thread of the tier calls it for `exists`.
 
         If it raises, the keys are FAILED; if you have `has_record`, too, `exists` first tries again with each key
-        alone. `contains` may call it, too: see `has_record`.
+        alone. If `capabilities.local_index` is True, `contains` calls it, too, in its caller's thread, even while
+        `release` runs: then it must not block, and if it raises, `contains` says False.
         """
         return [bool(self.has_record(key)) for key in keys]
 
     @abstractmethod
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove records, durably when you return. Return for each key whether there was one.
+        """Remove records, durably when you return. Return for each key, in order, whether there was one.
 
-        If this raises, all keys of the job are FAILED.
+        `keys` are all keys of one `remove`. None is written meanwhile; reads and other removals may, so a record
+        may be gone already. Raise if a record may still be there, or come back after a crash: then all keys of the job
+        are FAILED.
         """
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Remove all records, durably when you return. If this raises, the outcome of `clear` is FAILED."""
+        """Remove all records that reads of this tier could find, no others, durably when you return. No write runs
+        meanwhile; reads and other removals may. If this raises, the outcome of `clear` is FAILED.
+        """
 
     def put_ended(self, job: TierJob) -> None:
         """Override to learn that a `put` has ended: all its keys have outcomes, so none of its writes runs or will
-        begin. Called once, by any thread; not for a put of no keys. Must not block; what it raises is logged.
+        begin. Called once, by any thread (a caller of `put`, `cancel`, `remove` or `close`, or one of the tier's); not
+        for a put of no keys. Must not block; what it raises is logged.
         """
 
     def get_ended(self, job: TierJob) -> None:
-        """Override to learn that a `get` has ended: all its keys have outcomes. Called once, by any thread; not for a
-        get of no keys. Must not block; what it raises is logged.
+        """Override to learn that a `get` has ended: all its keys have outcomes. Called once, by any thread (a caller of
+        `get`, `cancel` or `close`, or one of the tier's); not for a get of no keys. Must not block; what it raises is
+        logged.
         """
 
     def flush(self) -> None:
-        """Make durable what was written so far. For `drain` a thread of the tier calls it, while others may write; if
-        it raises, `drain` returns False.
+        """Make durable what was written so far; override it in a durable tier. For `drain` a thread of the tier calls
+        it, while others may read, write and flush. If it raises, `drain` returns False.
         """
 
     def start(self, layout: bytes | None) -> None:
-        """Override to open files or connections. `attach` calls it before the threads start; `pools` and `record_bytes`
-        are set. `layout`: the 16 bytes that `attach` was given, or None. If this raises, close them yourself: `attach`
-        passes the error on, and `release` is not called.
+        """Override to open files or connections. `attach` calls it in its caller's thread, before the tier's threads
+        start; `pools` and `record_bytes` are set. May block. `layout`: the 16 bytes that `attach` was given, or None
+        (never in a durable or shared tier). If this raises, close what you opened yourself: `attach` passes the error
+        on, `release` is not called, and `attach` may be called again.
         """
 
     def release(self) -> None:
-        """Close what `start` opened. Called once, when no thread reads, writes or removes any more; `has_record`,
-        `num_records`, `put_ended` and `get_ended` may still be called. May block: a tier's thread calls it, or `close`
-        if none runs. What it raises is logged.
+        """Close what `start` opened. Called once, when no thread reads, writes or removes any more; `has_record` and
+        `have_records` (with `local_index`), `num_records`, `put_ended` and `get_ended` may still be called. May block:
+        a tier's thread calls it, or `close` if none runs. What it raises is logged.
         """
 
     def num_records(self) -> int | None:
@@ -201,12 +220,15 @@ class ThreadedTier(Tier):
         return None
 
     def count_corrupt(self, records: int = 1) -> None:
-        """Add `records` to the statistics' `corrupt`. Call it where you read a record whose bytes are not those put."""
+        """Add `records` to the statistics' `corrupt`. Call it where you read a record whose bytes are not those put.
+        Any thread may.
+        """
         self._workers.count(corrupt=records)
 
     def warn(self, error: BaseException) -> None:
-        """Log a warning that says why you return FAILED or DECLINED. (What your methods raise, the tier logs itself.)
-        Does nothing if the tier has logged an error less than 10 seconds ago.
+        """Log a warning with type and first line of `error`, to say why you return FAILED or DECLINED. (What your
+        methods raise, the tier logs itself.) Does nothing if the tier has logged an error less than 10 seconds ago. Any
+        thread may call it.
         """
         self._workers.warn(error)
 
@@ -227,7 +249,7 @@ class ThreadedTier(Tier):
         except BaseException:
             if self._opened:
                 self.close()
-            self._attached = False
+            self._attached, self.pools, self.record_bytes = False, (), 0
             raise
 
     def put(

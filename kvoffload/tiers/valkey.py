@@ -155,7 +155,8 @@ class ValkeyTier(RemoteTier):
 
     def describe(self) -> dict[str, str | int]:
         """Ask the server (in a cluster, some node) for `version`, `used_bytes`, `max_bytes` (0: no limit) and its
-        eviction policy, `when_full`. Raises the client's error if it does not answer.
+        eviction policy, `when_full`. Call it after `attach` and before `close`. Raises the client's error if the server
+        does not answer within the tier's `timeout`.
         """
         route = self._glide.RandomNode() if self.cluster else None
         answer = self._command("INFO", "server", "memory", route=route)
@@ -168,7 +169,7 @@ class ValkeyTier(RemoteTier):
         }
 
     def reject(self, name: str) -> Outcome:
-        """Count a record as corrupt, delete it and return MISSING. Never raises.
+        """Count a record as corrupt, delete it and return MISSING. Never raises: if deleting fails, that is logged.
 
         Also closes this thread's connection, which may have changed the bytes; the next call makes another one.
         """

@@ -12,11 +12,13 @@ from packing import pieces_of_one_block, poison_places
 from seeds import rest_long, seeds
 
 import kvoffload
+import kvoffload.testing
 from kvoffload import (
     NO_WAIT,
     CapabilityError,
     GroupTransfer,
     KVLayout,
+    LayoutError,
     OffloadEngine,
     ShardedEngine,
     ShardedLayout,
@@ -117,6 +119,17 @@ def test_unfit_blocks_of_slots_with_several() -> None:
         blocks[[1, 6]] = unfit(blocks[[1, 6]])
         write_blocks(engine.device, planes, blocks)
         assert engine.store(range(8), [3, 2, 1, 0], after=NO_WAIT).wait(30).unfit == {3, 0}
+
+
+def test_naive_transfers_refuse_a_codec() -> None:
+    with simulated() as device:
+        layout = KVLayout([device.allocate_planes(1, block_bytes=512, num_blocks=1)], codec="bf16-12")
+        pool = np.zeros((1, layout.slot_bytes), np.uint8)
+        with pytest.raises(LayoutError, match='codec="raw"'):
+            kvoffload.testing.naive_transfer(layout, "store", blocks=[0], slots=[0], memory={}, pool=pool)
+        engine = OffloadEngine(layout, device=device, num_slots=1)
+        with engine, pytest.raises(LayoutError, match='codec="raw"'):
+            kvoffload.testing.Mirror(engine, []).expect("store", [0], [0])
 
 
 @pytest.mark.parametrize("codec", ["bf16-12", ["bf16-12", "raw"], ["raw", "bf16-12"]])

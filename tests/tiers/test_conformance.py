@@ -363,3 +363,9 @@ def test_a_broken_promise_of_durable_tiers_is_found(broken: type[DictTier], mess
     store: dict[bytes, list[bytes]] = {}
     with pytest.raises(AssertionError, match=message):
         check_tier(lambda: broken(store), seed=seed)
+
+
+def test_wrong_sizes_are_refused_before_a_tier_is_made() -> None:
+    for row_bytes in (0, 4095, 6144):
+        with pytest.raises(ValueError, match="row_bytes must be"):
+            check_tier(pytest.fail, row_bytes=row_bytes)

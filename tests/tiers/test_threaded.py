@@ -356,6 +356,7 @@ def test_a_pool_may_be_given_again_if_start_has_failed() -> None:
     tier = Refuses()
     with pytest.raises(LayoutError, match="another layout"), attached(tier):
         pass
+    assert (tier.pools, tier.record_bytes) == ((), 0)
     with pytest.raises(ClosedError, match="has no pool yet"):
         tier.put([b"a"], [0])
     tier.refuse = False

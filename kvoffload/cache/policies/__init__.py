@@ -41,6 +41,7 @@ def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
     Raises:
         ValueError: no policy has that name.
         TypeError: neither a name nor a `Policy` nor a function that makes one.
+        Any error of the function.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:

@@ -25,13 +25,19 @@ class RequestPolicy(Protocol):
     """The calls for an open request; see `Policy.for_request`."""
 
     def insert(self, keys: Sequence[bytes], /) -> None:
-        """Note that the request has stored these keys. They follow the keys that it has inserted or loaded before."""
+        """Note that the request has stored a piece, these keys. They become resident, and follow the keys that the
+        request has inserted or loaded before. Called once for each piece, under the cache's lock.
+        """
 
     def load(self, keys: Sequence[bytes], /) -> None:
-        """Note that the request has loaded these keys, none of which it has inserted or loaded before."""
+        """Note that the request has loaded a piece, these keys. All are resident, and new to the request, which has
+        neither inserted nor loaded them before. Called once for each piece, under the cache's lock.
+        """
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected, /) -> Room | None:
-        """As `Policy.make_room`; `protected` is True for all keys of the request."""
+        """Decide as `Policy.make_room` does, for a piece of the request; `protected` is True for all its keys. Changes
+        nothing.
+        """
 
 
 class RequestCalls(NamedTuple):
@@ -80,19 +86,23 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
-        """Take out these resident keys.
+        """Take out these resident keys: from now on they are not resident.
 
         Args:
+            keys: resident, no repeats.
             evicted: True if `victims` or `make_room` chose them, in their order; False if the cache took them out for
                 another reason.
         """
 
     @abstractmethod
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        """Return the `count` resident keys to evict, in the order in which they go; None if fewer may. Changes nothing.
+        """Return the `count` resident keys to evict, in the order in which they go, without repeats; None if fewer may.
+        Changes nothing: the cache calls `remove` with the keys that it evicts, perhaps with none or only with some.
 
         Args:
-            protected: `protected(key)` is whether a resident key must stay, for example because it is leased.
+            count: 0 or more.
+            protected: `protected(key)` is whether a resident key must stay, for example because it is leased. Return no
+                such key: the cache's call then raises ValueError. Call it only before you return.
         """
 
     @abstractmethod
@@ -104,9 +114,16 @@ class Policy(ABC):
         """Return how many keys are resident."""
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """Decide which of `newcomers` to store when `room` entries are free, and what to evict. Changes nothing.
+        """Decide which of `newcomers` to store when `room` entries are free, and what to evict. Changes nothing: if the
+        cache follows, it calls `remove` with the victims, then `insert` with the newcomers admitted.
 
         This default admits all newcomers.
+
+        Args:
+            newcomers: keys that are not resident, in the order of the request.
+            room: entries that they may take without evicting a key: the free ones, or fewer if a quota leaves
+                fewer.
+            protected: as for `victims`.
 
         Returns:
             None if it would have to evict more keys than it may; the cache may then ask for fewer newcomers.
@@ -115,12 +132,13 @@ class Policy(ABC):
         return None if victims is None else Room(len(newcomers), victims)
 
     def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
-        """Return what the cache calls in place of this policy while a request stores and loads its keys in pieces.
+        """Return what the cache calls in place of this policy's `insert`, `load` and `make_room` while a request stores
+        and loads its keys in pieces. Called for each piece, under the cache's lock.
 
         When the request ends, the policy itself gets `touch` with all of its keys; a dropped request gets none. The
         last key of a piece need not be the last of the request. This default returns the policy itself, which takes
         each piece for a request. If you override `insert`, `load` or `make_room` of an existing policy, override this,
-        too.
+        too: what that policy returns here does not call your methods.
 
         Args:
             notes: a dict for the policy's notes on the request: the same dict in every call for the request, empty at
@@ -130,12 +148,20 @@ class Policy(ABC):
         return self
 
     def at(self, seconds: float, promised: float) -> None:  # noqa: B027  # few policies measure time
-        """Note the time of the calls that follow, which never falls, and how much of what was asked for lately came
-        with a promise to come back (0 to 1); the policy does not get those keys. Called where requests name sessions.
+        """Note the time of the calls that follow. Called only where requests name sessions (`open_request`,
+        `hint`); this default does nothing. Changes no key.
+
+        Args:
+            seconds: by `time.monotonic`; never falls.
+            promised: which part of the keys asked for lately came with a promise to come back, 0 to 1. The policy gets
+                no calls for those keys.
         """
 
     def reset(self, keys: Sequence[bytes]) -> None:
-        """Make `keys` the resident keys, after a call was interrupted or raised. What it learned may be forgotten."""
+        """Make `keys`, and no others, the resident keys: the cache calls this for a policy object after a call was
+        interrupted or raised. You may forget all that the policy has learned. If this raises, LRU replaces the policy,
+        with a KVOffloadWarning.
+        """
         known = list(self)
         if known:
             self.remove(known, evicted=False)
@@ -143,7 +169,9 @@ class Policy(ABC):
             self.insert(keys)
 
     def evict(self, count: int, protected: Protected) -> list[bytes] | None:
-        """Evict `count` keys and return them. None if fewer may be evicted; then nothing has changed."""
+        """Evict `count` keys, and return them in the order in which they went. None if fewer may be evicted; then
+        nothing has changed. For simulations and tests: a cache calls `victims` or `make_room`, and `remove`.
+        """
         victims = self.victims(count, protected)
         if victims is not None:
             self.remove(victims, evicted=True)

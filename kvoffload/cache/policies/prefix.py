@@ -260,7 +260,8 @@ class Prefix(Policy):
     def make_room(
         self, newcomers: Sequence[bytes], room: int, protected: Protected, request: Notes | None = None
     ) -> Room | None:
-        """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted.
+        """Decide as `Policy.make_room` does, and change nothing. If `room` is negative, `-room` more keys are evicted.
+        `request`: the notes of an open request, for which `for_request` calls this; None: the keys are a whole request.
 
         1. One key has to go, and the first candidate may: found without iterators, in a third of the time.
         2. Otherwise: take victims from the lowest head until there is room. The last newcomers are declined while they

@@ -205,11 +205,14 @@ class Promotion(Waitable[int]):
     finished = done
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until no more keys will come, and return how many leading keys can be loaded.
+        """Wait until no more keys will come (at the latest soon after the deadline of `promote`), and return how many
+        leading keys can be loaded.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed; the promotion goes on.
+            TimeoutError: `timeout` seconds have passed (None: no limit); the promotion goes on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
+            ClosedError: the cache has tiers, and this is a forked child.
         """
         self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
@@ -228,7 +231,7 @@ class Promotion(Waitable[int]):
                 the load is submitted, perhaps long after this call.
 
         Raises:
-            ClosedError: the promotion was released.
+            ClosedError: the promotion was released, or the cache or its engine is closed.
             TypeError: it is of a `CacheIndex`, which copies nothing.
             LayoutError, and the errors of `BlockCache.load` for bad arguments. Nothing has happened then. But repeated
                 `blocks`, or a stream that CUDA does not know, may be refused only later: then `wait` raises that.
@@ -238,8 +241,8 @@ class Promotion(Waitable[int]):
         return self._load_after(self, blocks, after, parts)
 
     def cancel(self) -> None:
-        """Bring no more keys; keys that came stay. It is `done` soon, and does not wait for calls of a tier that have
-        begun: their entries stay reserved until they return.
+        """Bring no more keys; keys that came stay, until `release`. Returns at once. The promotion is `done` soon: it
+        does not wait for calls of a tier that have begun, whose entries stay reserved until they return.
         """
         self._record.cancelled = True
         if self._tiers is not None:
@@ -367,11 +370,17 @@ class ChainedLoad(PromotedLoad[tuple[bytes, ...]]):
         """Wait until the promotion and the load have ended, and return the leading keys that were loaded: () if none
         came, or if the cache was closed first.
 
+        Args:
+            timeout: seconds for the promotion, and again for each job of the load (one for each group). None: no limit.
+
         Raises:
-            TransferError: the load failed; its target blocks hold nothing of use.
+            TransferError: the load failed; its target blocks hold nothing of use. With a `timeout`, they may still be
+                written until `done`.
             TimeoutError: the promotion, or then a job of the load, took more than `timeout` seconds; all go on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
-            The errors of `BlockCache.load`, if it could not be submitted.
+            The errors of `BlockCache.load`, if it could not be submitted, such as MissingKeyError for a key that was
+                removed meanwhile. Nothing is loaded then.
         """
         return self._loaded(timeout)
 
@@ -414,22 +423,45 @@ class FetchJob(PromotedLoad[int]):
         return 0 if job is None else len(job.keys)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the keys are loaded, and return `hits`.
+        """Wait on the host until the keys are loaded, and return `hits`: 0 also if the job was cancelled, or the cache
+        closed, before the load was submitted.
+
+        Args:
+            timeout: seconds for the tiers, and again for each job of the load (one for each group). None: no limit.
 
         Raises:
-            TransferError: the load failed: all blocks are undefined.
-            TimeoutError: it took more than `timeout` seconds, for the tiers or then for the load; it goes on.
+            TransferError: the load failed: all blocks are undefined. With a `timeout`, they may still be written until
+                `done`.
+            TimeoutError: the tiers, or then a job of the load, took more than `timeout` seconds; all goes on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
-            The errors of `BlockCache.load`, if it could not be submitted.
+            The errors of `BlockCache.load`, if it could not be submitted; but no MissingKeyError: then there are no
+                hits.
         """
         return len(self._loaded(timeout))
 
     def order_before(self, stream: CacheStreams | FollowsTransfers, *, part: int | None = None) -> None:
         """Make work that you queue on `stream` from now on start after the load. Like `hits`, it waits on the host
-        until the load is submitted: no stream ever waits for a tier. Then as `CacheJob.order_before`.
+        until the load is submitted (until the deadline of `fetch` at most, and not at all if no tier was asked): no
+        stream ever waits for a tier. Then it waits only for copies that are not in the driver's queues yet, up to a
+        second for each device of each job. If there are no hits, it does nothing.
 
-        For JAX, which shows no streams, `stream` is the `kvoffload.jax.OwnedCache`. Its `arrays` follow the whole load
-        from now on; if you read them before, those are deleted, so a step that would not wait for the load raises.
+        If the load fails later, the stream goes on; `wait` raises its error.
+
+        Args:
+            stream: a stream; with a `ShardedEngine`, a list with one for each device. For JAX, which shows no streams,
+                the `kvoffload.jax.OwnedCache`: its `arrays` follow the whole load from now on; if you read them before,
+                those are deleted, so a step that would not wait for the load raises.
+            part: of a load in parts, counted from 0: after this part of every job, and all parts before it.
+
+        Raises:
+            CapacityError: after these seconds copies still wait on the host; you may call it again.
+            TransferError: the load has failed already, the stream is being captured, or the CUDA context is lost.
+            TypeError: `stream` is no stream, or no such list.
+            ValueError: there is no such part, or CUDA does not know the stream in this context.
+            ClosedError: the device is closed, or this is a forked child.
+            RuntimeError: called inside another call in the same thread.
+            The errors of `BlockCache.load`, if it could not be submitted.
         """
         job = self._loading("order_before")
         if job is None:
@@ -440,8 +472,9 @@ class FetchJob(PromotedLoad[int]):
             job.order_before(stream, part=part)
 
     def cancel(self) -> None:
-        """Load nothing that is not being loaded already: for a request that has gone. Once it is `done`, which does not
-        wait for a tier, the blocks are yours again. Keys that came from a tier stay in the cache.
+        """Load nothing that is not being loaded already: for a request that has gone. Returns at once. The blocks are
+        yours again once the job is `done`, which no longer waits for a tier. A load that was submitted goes on. Keys
+        that came from a tier stay in the cache.
         """
         self._promotion.cancel()
 

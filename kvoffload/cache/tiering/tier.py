@@ -45,8 +45,9 @@ class Outcome(enum.Enum):
     - MISSING: there is no record, or, for `get`, a corrupt one.
     - DECLINED: the tier's queue is full, or it has no room for the record of a `put`, or does not want it.
     - FAILED: an error of the medium.
-    - EXPIRED: the tier had not begun when the deadline passed.
-    - CANCELLED: nor when the job was cancelled, the tier closed, or the key of a waiting `put` removed.
+    - EXPIRED: the deadline passed before the tier began with the key.
+    - CANCELLED: before the tier began with the key, the job was cancelled, the tier closed, or the key of a waiting
+      `put` removed.
     """
 
     DONE = "done"
@@ -67,9 +68,11 @@ class TierJob:
 
     Args:
         keys, entries, deadline: see the attributes. They are not checked here.
-        notify: called without arguments each time when keys have got outcomes, in the thread that sets them.
-        count: for the tier's statistics: called before `notify`, with the outcomes that are new.
-        ended: called once with the job, before `notify`, when every key has its outcome. Not for a job without keys.
+        notify: called without arguments each time when keys have got outcomes, in the thread that sets them. An
+            exception from it is logged.
+        count: for the tier's statistics: called before `notify`, in the same thread, with the outcomes that are new.
+        ended: called once with the job, before `notify`, in the same thread, when every key has its outcome. Not for a
+            job without keys. An exception from it is logged.
 
     Attributes:
         keys: as given, no repeats.
@@ -119,7 +122,8 @@ class TierJob:
         """Wait until every key has its outcome, and return the outcomes in the order of the keys.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed; the job goes on.
+            TimeoutError: `timeout` seconds have passed (None: no limit); the job goes on.
+            ValueError: `timeout` is no number.
             RuntimeError: called inside another call, or in a thread of the library: the tier may wait for that.
         """
         refuse_waiting("wait")
@@ -142,7 +146,8 @@ class TierJob:
     # for tiers ----------------------------------------------------------------------------------------------------
 
     def begin(self, positions: Iterable[int]) -> list[int]:
-        """Claim the keys at `positions`. Returns the positions that you may work on now, and must `settle` afterwards.
+        """Claim the keys at `positions`. Returns the positions that you may work on now, and must `settle` afterwards:
+        until then, and no longer, you may touch their entries.
 
         The others have outcomes, or have begun. After the deadline, all waiting keys of the job become EXPIRED. Give no
         position twice: that is not checked, and both would be returned.
@@ -156,8 +161,8 @@ class TierJob:
         return begun
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Set the outcomes of keys that you began, one for each position; no repeats, which is not checked. Stop
-        touching their entries before this call.
+        """Set the outcomes of keys that you began, one for each position. Stop touching their entries before this call.
+        It is not checked whether you began them, nor whether a position repeats.
 
         Raises:
             RuntimeError: one of the keys already has an outcome.
@@ -179,7 +184,9 @@ class TierJob:
             self._announce(outcomes)
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
-        """Set the outcome of keys (all, or those at `positions`) that have none and have not begun. Returns the job."""
+        """Set the outcome of keys (all, or those at `positions`) that have none and have not begun; leave the others.
+        Returns the job. What `outcome` is, is not checked.
+        """
         with _lock:
             ended = self._waiting(range(len(self.keys)) if positions is None else positions)
             for position in ended:
@@ -233,8 +240,9 @@ class TierCapabilities:
         local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
             store.
-        pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, a cache
-            then waits until it has grown before it attaches its tiers, and gives them the rows that are pinned.
+        pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, the
+            constructor of a cache then waits, without a limit, until the pool grows no more, and gives its tiers the
+            rows that are pinned.
     """
 
     durable: bool
@@ -289,6 +297,8 @@ class Tier(ABC):
     write as a `kvoffload.tiers.ThreadedTier`, whose methods may block. `kvoffload.testing.check_tier` tests a tier
     against these docstrings.
 
+    In a forked child the tiers of this package raise ClosedError for an operation, `drain` or `statistics`.
+
     Attributes:
         name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
             "missing" and "unknown", which `BlockCache.locate` uses.
@@ -317,7 +327,7 @@ class Tier(ABC):
             LayoutError: the pool or the layout does not suit the tier, or its records have another layout.
             CapacityError: there is no room for one record.
             ClosedError: the tier is closed, or has a pool already.
-            Also errors of the medium, such as OSError.
+            Also errors of the medium, such as OSError, and errors that the tier's class names.
         """
 
     @abstractmethod
@@ -350,6 +360,8 @@ class Tier(ABC):
         Raises:
             LayoutError: an argument is not as described. Nothing has happened. The other operations do the same.
             ClosedError: the tier is closed, or has no pool yet. The other operations and `drain` do the same.
+            RuntimeError: called inside another call of the library in the same thread, as by a signal handler. The
+                tiers of this package refuse that, here, in the other operations and in `drain`.
         """
 
     @abstractmethod
@@ -391,8 +403,9 @@ class Tier(ABC):
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
-        """Remove all records that `get` could find, later, as `remove` does, which cancels waiting puts. The job has
-        one key, b""; its outcome is DONE when all are gone for good, else FAILED or CANCELLED.
+        """Remove all records that `get` could find, later. Returns at once. Like `remove`, it cancels waiting puts and
+        waits for puts that have begun. The job has one key, b""; its outcome is DONE when all are gone for good, else
+        FAILED or CANCELLED. Argument and errors (LayoutError, ClosedError) as for `put`.
         """
 
     @abstractmethod
@@ -412,8 +425,9 @@ class Tier(ABC):
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every put so far has its outcomes and, in a durable tier, its records survive a crash.
 
-        Returns False if that takes longer than `timeout` seconds (None: no limit), or if they cannot be made durable.
-        True says nothing about the outcomes: puts may have failed. ClosedError if the tier is closed or has no pool.
+        Returns False if that takes longer than `timeout` seconds in total (None: no limit), or if they cannot be made
+        durable. True says nothing about the outcomes: puts may have failed. ClosedError if the tier is closed or has no
+        pool; ValueError if `timeout` is no number.
         """
 
     @abstractmethod
@@ -421,7 +435,8 @@ class Tier(ABC):
         """Cancel keys that wait, let calls that have begun end, and release files and connections. Does not raise for
         the medium; call `drain` first to keep what was put.
 
-        From now on operations raise ClosedError. You may call `close` again.
+        From now on operations raise ClosedError. You may call `close` again. For an error of the caller it may raise,
+        as the tiers of this package do: ValueError if `timeout` is no number, RuntimeError inside another call.
 
         Returns:
             True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
