@@ -89,7 +89,7 @@ def open_cache(
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
         blocks_per_slot: for arrays, how many blocks a key stands for.
-        device: the arrays' open device, or a list; it stays yours. A number: opens that GPU. None: the arrays' own.
+        device: the arrays' open device, or a list; it stays yours. A number: opens that GPU. None: theirs, else GPU 0.
         disk: a file, or a folder that exists (then the file `kvoffload` in it), or several on different disks, see
             `DiskTier`; created if missing. It needs the next two. To begin anew, delete the files.
         disk_bytes: size of all files together; also as text, "1TiB".

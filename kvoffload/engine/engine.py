@@ -62,8 +62,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
             is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
-            a kernel only if you ask for it, since it interprets kernels slowly.) Without Triton, or if kernels
-            cannot be loaded, which gives a KVOffloadWarning, the copy engine carries all transfers.
+            a kernel only if you ask for it, since it interprets kernels slowly.) Without Triton the copy engine
+            carries all transfers. So it does if kernels cannot be loaded, and then there is a KVOffloadWarning.
         prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
             two kinds of computation. "latency": selects the one that ends soonest on an idle GPU. That is for the first
             transfers: between "pack" and the copy engine, the times of the last ones decide from then on.
@@ -91,6 +91,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         LayoutError: a plane is not memory of this device, or runs past the end of its allocation, or of mapped virtual
             memory without a gap.
         CapacityError: the pool, or 2 MiB for tables of kernels, cannot be pinned; the message says what is free.
+        CapabilityError: the layout has a codec, and no kernel can run here.
         DriverError: the driver failed in another way.
         ValueError, TypeError: bad arguments; `host_memory` that does not fit the layout, overlaps registered memory, or
             is not registered although it says so.

@@ -358,7 +358,7 @@ class Job(Waitable[TransferResult]):
 
     Until it is done, its blocks and slots are in use: do not write them, and do not read its targets (a load's blocks,
     a store's slots), except in work on a stream after `order_before`. This holds for a failed job, too: its `error` may
-    be known before it is done.
+    be known before it is done. If you drop it, it goes on.
 
     A job of a `ShardedEngine` is the transfer on all of its devices. It is done when it has ended on all of them, and
     fails if it fails on one. `error` is that of the first device, in their order, that has failed.

@@ -29,8 +29,9 @@ class PlanReport(HtmlRepresentation):
         rows: the rows of all operations together. The batch and loop copiers make one copy per row.
         copier, reason: the copier, and why it is selected. `copier` is None if there is nothing to copy.
         seconds: by the profile, expected on the GPU's clock from the first copy on; infinity if unknown. With "overlap"
-            it is the time while the GPU computes: the mean for large and small matrix products. With "latency", or for
-            a copier that you asked for and that the engine would not choose, it is the time on an idle GPU.
+            it is the time while the GPU computes: the mean for large and small matrix products. With "latency"
+            it is the time on an idle GPU. So it is for a copier that you asked for and that the engine never selects
+            for such a transfer, such as "loop" where "batch" works.
         alternatives: the other copiers that the engine could select, in its order of preference. That is not the order
             of `seconds`: see `prefer` of `OffloadEngine`.
         profile: the source of the expected times. They are a real GPU's, on the simulated device, too.

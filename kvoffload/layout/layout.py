@@ -71,7 +71,8 @@ class KVLayout(HtmlRepresentation):
             loss, so that there are nearly a third more of them in the same memory; `kvoffload.layout.coding` has the
             format. A list has one codec for each group. A block that the codec cannot hold is not stored, see
             `Job.unfit`. Needs kernels, bf16 values or their bits as uint16, and blocks of a multiple of 512 bytes in
-            each plane; 2,048 are best. Keys depend on it.
+            each plane, at addresses and strides of a multiple of 4; 2,048 are best. Its slots are block-major. Keys
+            depend on it.
 
     Attributes:
         groups: a tuple of `Group`.

@@ -326,7 +326,7 @@ class RemoteTier(ThreadedTier):
         names = self._names(keys)
         outcomes = [Outcome.DONE] * len(keys)
         found = self._questions.has(keys, origin.job) if self.asks_for_all_keys else self.have_names(names)
-        missing = [at for at, there in enumerate(found) if not there]
+        missing = [at for at, there in zip(range(len(keys)), found, strict=True) if not there]
         if not missing:
             return outcomes
         headers = self.new_headers(len(missing))

@@ -34,8 +34,10 @@ class ValkeyConnection:
             user "~{<prefix>/*" (names begin with that brace, as in "{kvoffload/1/": a hash tag), +mget +set +strlen
             +unlink +scan, for the client itself +info +client +ping, and in a cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates. The files below do not turn it on.
-        ca_file: PEM file with the certificates to trust instead of the system's. `attach` reads it.
-        cert_file, key_file: PEM files with this client's certificate and key, for servers that ask for one.
+        ca_file: PEM file with the certificates to trust instead of the system's. `attach` reads it, and so does each
+            new connection: keep it there.
+        cert_file, key_file: PEM files with this client's certificate and key, both or neither, for servers that ask for
+            one. Read when a thread connects, and again later: you may renew them.
         options: further arguments for valkey-glide's `GlideClientConfiguration`, or `GlideClusterClientConfiguration`
             in a cluster. They override the ones that the tier sets.
 
@@ -79,7 +81,8 @@ class ValkeyTier(RemoteTier):
 
     Raises:
         CapabilityError: valkey-glide-sync is missing (`pip install 'kvoffload[valkey]'`).
-        TypeError, ValueError: a bad argument. From `attach`: errors of the connection's `options` and files.
+        TypeError, ValueError: a bad argument. From `attach`: OSError for `ca_file`, and what the client's configuration
+            refuses of `options`. Other faults of the connection show when a thread connects: keys are FAILED.
     """
 
     bytes_per_call = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower

@@ -257,7 +257,7 @@ def prefer_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_kernels_too(monkeypatch)
     choose = selection.choose
 
-    def choosing(question: selection.Question) -> selection.Choice:
+    def choosing(question: selection.Question) -> selection.Selection:
         packs = question.available & {"pack"}
         return choose(question._replace(available=packs or question.available))
 

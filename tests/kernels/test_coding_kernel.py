@@ -21,8 +21,7 @@ from kvoffload.simulator import interpreter
 POISON = 0xA5
 
 
-class Anywhere:
-    def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None: ...
+def anywhere(addresses: NDArray[np.int64], nbytes: int, writes: bool) -> None: ...
 
 
 class Bench:
@@ -58,7 +57,7 @@ class Bench:
         arguments = [(*parameter, value) for parameter, value in zip(spec.parameters, given, strict=True)]
         grid = -(-count * fragments // spec.constant("CHUNKS"))
         kernel = interpreter.load(spec.module, spec.function)
-        kernel.run(grid, self.random.permutation(grid).tolist(), arguments, dict(spec.constants), Anywhere())
+        kernel.run(grid, self.random.permutation(grid).tolist(), arguments, dict(spec.constants), anywhere)
         assert outcomes[-1] == 0
         return [outcome == 1 for outcome in outcomes[:-1].tolist()]
 

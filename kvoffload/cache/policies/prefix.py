@@ -66,11 +66,13 @@ Queue: TypeAlias = OrderedDict[Run, None]
 class Prefix(Policy):
     """Evicts the key of least worth, where a key is worth at least as much as any that needs it; O(1) amortised.
 
-    It admits new keys that are worth more than those they would displace, and keys that it knows nothing about.
+    When the cache is full, it declines a new key that is worth no more than the keys it would displace, also one that
+    it has never seen. It declines nothing before it has learned, nor while LRU would find more.
 
     Args:
         capacity: keys of the cache.
-        declines: False: admits all new keys, for a cache above tiers, which can only be given keys stored here.
+        declines: False: admits all new keys. Give that above tiers, which get only keys in slots; `policy="prefix"`
+            does so by itself.
     """
 
     declines_with_room = False

@@ -27,9 +27,9 @@ class S3FIFO(TwoQueues):
     """A small queue that newcomers must survive, before a main queue.
 
     Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). New keys enter the
-    small queue. At its end, a key that was used more than once moves on to the main queue; others are evicted, and
-    enter the main queue if they come back while remembered. At the end of the main queue, a used key gets another round
-    for every use, up to three. Uses are only counted and move nothing.
+    small queue. At its end, a key that was used more than once since it came moves on to the main queue; others are
+    evicted, and enter the main queue if they come back while remembered. At the end of the main queue, a used key gets
+    another round for every use, up to three. Uses are only counted and move nothing.
 
     Choosing victims moves keys between queues, but `victims` and `make_room` must change nothing. So the search leaves
     the queues as they are, and puts the keys it would move into a queue of its own, which follows the main queue. The

@@ -162,7 +162,8 @@ class TierJob:
 
     def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Set the outcomes of keys that you began, one for each position. Stop touching their entries before this call.
-        It is not checked whether you began them, nor whether a position repeats.
+        It calls the callbacks of the job in this thread, so hold no lock. It is not checked whether you began them, nor
+        whether a position repeats.
 
         Raises:
             RuntimeError: one of the keys already has an outcome.
@@ -349,7 +350,8 @@ class Tier(ABC):
         Args:
             keys: 1 to 64 bytes each, no repeats, in the order of a request: a record is of use only with all before it.
             entries: for each key the row of the pool, no repeats. Do not write a row until its key has an outcome.
-            tenant: whose records they are, for tiers with quotas.
+            tenant: whose records they are, for tiers with quotas. Of a cache with named weights (`use_weights`) the
+                tenant's name, NUL, and the name of the weights.
             deadline: in seconds by `time.monotonic`. A key that no thread has begun by then is EXPIRED when one
                 comes to it. None: no limit.
             notify: called without arguments each time when keys have got outcomes; never for a job without keys, which
@@ -413,6 +415,13 @@ class Tier(ABC):
         """Say from memory whether each key has a record. A hint: `get` may still miss. Never blocks and never raises.
 
         All False if `capabilities.local_index` is False, before `attach` and after `close`.
+        """
+
+    def keep_weights(self, names: frozenset[str]) -> None:  # noqa: B027  # most stores evict by themselves
+        """Evict records of other weights than these first, from now on. Does nothing unless you override it.
+
+        Called when the cache, or a member of the shared pool, begins to use other weights; never blocks. `put` says of
+        which weights records are (see `tenant`).
         """
 
     @abstractmethod
