@@ -21,6 +21,7 @@ from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.cache.reservations import CacheJob, CacheRequest, LoadArguments, record_of
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.weights import split_namespace
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.checks import flag, to_wait
@@ -196,8 +197,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
             ClosedError: `request` has ended; the engine is closed; or this is a forked child.
             LayoutError: `keys` or `blocks` are no such lists; `keys` repeats a key.
-            ValueError: no such tenant; `request` is of another cache, or has another tenant; a policy chose keys that
-                must not be evicted.
+            ValueError: no such tenant; `request` is of another cache, or has another tenant; `after` is refused; a
+                policy chose keys that must not be evicted.
             TypeError: `after` or `request` is no such thing.
             TransferError: a stream in `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
@@ -207,7 +208,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """
         if all_or_nothing is not False:
             flag("all_or_nothing", all_or_nothing)
-        checked, per_group = self._checked(keys, blocks)
+        weights = self._weights.now
+        checked, per_group = self._checked(keys, blocks, weights.tag)
+        if weights.tag:
+            tenant = weights.namespace(tenant, request)
         after = self.engine.resolve(after)
         self.engine.advance()
         job = self._store((checked, tenant, all_or_nothing, request, per_group, after))
@@ -252,7 +256,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
                 state.withdraw(record)
             raise
         state.fill(record, jobs)
-        return CacheJob(tuple(record.keys), jobs, self._records, record)
+        shown = self._weights.plain(record.keys) if self._weights.names else tuple(record.keys)
+        return CacheJob(shown, jobs, self._records, record)
 
     def load(
         self,
@@ -297,7 +302,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """
         if pending is not False:
             flag("pending", pending)
-        checked, per_group = self._checked(keys, blocks, targets=True)
+        checked, per_group = self._checked(keys, blocks, self._weights.now.tag, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -332,7 +337,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         record.jobs = jobs
         state.loading.append(record)
         state.use(keys, opened)
-        return CacheJob(tuple(keys), jobs, self._records, record)
+        shown = self._weights.plain(keys) if self._weights.names else tuple(keys)
+        return CacheJob(shown, jobs, self._records, record)
 
     # one door: what a host needs ----------------------------------------------------------------------------------
 
@@ -358,7 +364,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """Load the longest leading run of keys that is faster to load than to compute, from slots or tiers. Returns at
         once; over a shared pool whose owner has tiers, once these have brought their keys, or the deadline is over.
 
-        This is `lookup`, `promote` and `load` in one job, and counts as one lookup. Keys in slots are always worth
+        This is `lookup` without `max_load_blocks`, `promote` and `load` in one job. Keys in slots are always worth
         loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
         slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes, by
         `prefill_tokens_per_second` or measurements. Until there are some, all that comes in time is worth it.
@@ -370,37 +376,36 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
             blocks: target ids for all keys, as for `load`, without repeats.
-            after: as for `load`. If tiers are asked, the load is submitted later, and follows the work that is on a
-                stream then.
+            after, parts: as for `load`. If tiers are asked, it follows what is on a stream when it is submitted, later.
             deadline: seconds from now for tiers; None: no limit. The load of what came follows.
             tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
             counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
-            parts: as for `load`.
             request: the open request that the keys belong to, from when they are loaded. Do not end it before.
 
         Raises:
             LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
             ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
-            CapacityError, ClosedError, TransferError, RuntimeError, other errors of `load`: nothing is being loaded
-                then. If tiers are asked, `hits`, `order_before` and `wait` of the job may raise them instead.
+            CapacityError, ClosedError, TransferError, RuntimeError: as `load`, which says when to call `engine.drain`
+                before you use the blocks. If tiers are asked, `hits`, `order_before` and `wait` may raise them instead.
         """
         from kvoffload.cache.tiering.promotion import FetchJob
 
-        checked, per_group = self._checked(keys, blocks, targets=True, distinct=True)
+        weights = self._weights.now
+        checked, per_group = self._checked(keys, blocks, weights.tag, targets=True, distinct=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
         if request is not None:
             with self._records.lock:
-                tenant = record_of(request, self._state).tenant_of_call(tenant)
+                tenant, _ = split_namespace(record_of(request, self._state).tenant_of_call(tenant))
         of_key = None if self._tiers is None else self._tiers.compute.seconds_per_key
         if of_key is not None and (missing := len(checked) - leading(self._state.table, checked)):
             wait = missing * of_key
             deadline = wait if deadline is None else min(to_wait("deadline", deadline), wait)
-        promotion = self._promote(checked, deadline, tenant, counted)
-        arguments = LoadArguments(checked, per_group, after, parts, request)
+        promotion = self._promote(checked, weights, deadline, tenant, counted)
+        load = LoadArguments(checked, per_group, after, parts, request)
         try:
-            return self._chain(FetchJob(promotion, arguments), at_once=promotion._record.ended)
+            return self._chain(FetchJob(promotion, load), at_once=promotion._record.ended)
         except BaseException:
             promotion.release()
             raise
@@ -473,7 +478,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
-        keys, per_group = self._checked(promotion.keys, blocks, targets=True)
+        keys, per_group = self._checked(promotion.keys, blocks, promotion._record.weights.tag, targets=True)
         if parts is not None:
             self._check_parts(parts)
         after = self.engine.resolve(after)
@@ -493,14 +498,15 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         return load
 
     def _checked(
-        self, keys: Sequence[bytes], blocks: Any, *, targets: bool = False, distinct: bool = False
+        self, keys: Sequence[bytes], blocks: Any, tag: bytes, *, targets: bool = False, distinct: bool = False
     ) -> tuple[list[bytes], list[Int64Array]]:
-        """Check and copy the keys, and the block ids of each group: an array (keys, blocks_per_slot).
+        """Check and copy the keys, with the tag of their weights, and the block ids of each group: an array (keys,
+        blocks_per_slot).
 
         Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
         group, when the groups before are submitted already. `distinct`: neither keys nor targets may repeat.
         """
-        checked, layout = check_keys(keys, repeats=targets and not distinct), self.engine.layout
+        checked, layout = check_keys(keys, repeats=targets and not distinct, tag=tag), self.engine.layout
         num_keys = len(checked)
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:

@@ -263,8 +263,8 @@ class EntryTable:
         return len(self.of)
 
 
-def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
-    """Check keys, and return them as a list of the cache's own.
+def check_keys(keys: Sequence[bytes], *, repeats: bool = True, tag: bytes = b"") -> list[bytes]:
+    """Check keys, and return them as a list of the cache's own, with the tag of their weights.
 
     Raises:
         LayoutError: not a sequence of bytes; or a key is repeated, and `repeats` is False.
@@ -282,7 +282,7 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
         checked = list(map(bytes, checked))  # a subclass may compare in Python, and raise there
     if not repeats and len(checked) > 1 and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
-    return checked
+    return list(map(tag.__add__, checked)) if tag else checked
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

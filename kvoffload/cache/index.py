@@ -24,6 +24,7 @@ from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import CacheRequest, record_of
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.weights import is_namespace
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array, UInt8Array
@@ -110,8 +111,8 @@ class CacheIndex(KeyCache):
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys, ready or pending, in a new list without order."""
-        return self._records.keys
+        """All keys of the weights in use, ready or pending, in a new list without order."""
+        return list(self._weights.plain([key for key in self._records.keys if self._weights.means(key)]))
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
         """Tell the policies that a request loads the keys that are present; others are passed over. Moves no bytes.
@@ -127,7 +128,7 @@ class CacheIndex(KeyCache):
             ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or is not a CacheRequest.
             RuntimeError: called inside another call of the index, by a policy for example.
         """
-        checked = check_keys(keys)
+        checked = check_keys(keys, tag=self._weights.now.tag)
         locked(self, lambda state: state.use(checked, None if request is None else record_of(request, state)))
 
     describe = KeyCache._describe
@@ -139,6 +140,7 @@ class CacheIndex(KeyCache):
 
         It does not look whether the key has an entry. Counts nothing, never blocks; a hint.
         """
+        (key,) = check_keys([key], tag=self._weights.now.tag)
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
         if any(below.local_index for below in askable):
             return Status.HIT
@@ -179,8 +181,10 @@ def _restore(
         return 0
     if entries.min() < 0 or entries.max() >= table.capacity or np.bincount(entries).max() > 1:
         raise LayoutError(f"entries must be different numbers in [0, {table.capacity})")
+    for namespace in filter(is_namespace, dict.fromkeys(tenants or ())):
+        state.pools.of(namespace)  # each has a pool, which a later `use_weights` may bring back
     number_of = {name: pool.number for name, pool in state.pools.by_tenant.items()}
-    shared = number_of[""]
+    shared = state.pools.of("").number
     if tenants is None:
         numbers = np.full(len(keys), shared, dtype=np.uint32)
     else:

@@ -10,6 +10,7 @@ Its calls, and what each is for:
     touch                tell the policy that a request has ended: uses follow requests, not copies
     open_request         store and load a request in pieces, none of which evicts another one
     hint                 tell the cache what a session is about to do
+    use_weights          say which weights the blocks are computed with from now on
     promote              bring keys from tiers into entries, ahead of the request that loads them
     remove, clear        make keys missing here and in the tiers, since their bytes must not be found again
     drain, close         wait for transfers and for what the tiers are to get
@@ -34,6 +35,7 @@ from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, recor
 from kvoffload.cache.sessions import ACTIONS, LONGEST_TTL, Action, Hint, HintAnswer, default_ttl
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
+from kvoffload.cache.weights import UsedWeights, Weights, check_weights
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import as_timeout, at_least, flag, shown, to_wait
 from kvoffload.internal.nesting import refuse_nested
@@ -59,7 +61,7 @@ class Membership(Protocol):
     def capacity(self) -> int: ...
 
     def open(
-        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], /
+        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], weights: UsedWeights, /
     ) -> tuple[CacheState, RecordCalls]:
         """Return the state and the calls of a cache whose truth the pool's owner has."""
 
@@ -104,6 +106,9 @@ class KeyCache(Closing):
             )
         policy, tenants, store_after, most_hits, on_event = options
         self._most_hits = None if most_hits is None else at_least("max_load_blocks", most_hits, 1)
+        self._weights = weights = UsedWeights()
+        if callable(on_event):
+            on_event = weights.telling(on_event)
         if below is not None:
             policy, on_event = below.policy(policy), below.hook(on_event)
         check = None if engine is None else engine.check_process
@@ -112,7 +117,7 @@ class KeyCache(Closing):
             pools = Pools(policy, {} if tenants is None else tenants, self.capacity)
             reuse_filter = ReuseFilter(store_after, self.capacity)
             recorder = StatisticsRecorder(self.capacity, on_event)
-            self._state = CacheState(self.capacity, pools, reuse_filter, recorder, engine)
+            self._state = CacheState(self.capacity, pools, reuse_filter, recorder, engine, weights)
             self._records = RecordCalls(self._state, check)
         else:
             if policy != DEFAULT_POLICY or tenants or store_after or below is not None:
@@ -122,7 +127,7 @@ class KeyCache(Closing):
                 )
             if not hasattr(pool, "open"):
                 raise TypeError(f"pool must be a SharedPool, got {shown(pool)}")
-            self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event))
+            self._state, self._records = pool.open(engine, partial(StatisticsRecorder, on_event=on_event), weights)
         self._state.owner, self._state.has_tiers = weakref.ref(self), below is not None
         self._asks = engine
         # hits of one key need no lock where they call nothing
@@ -144,7 +149,7 @@ class KeyCache(Closing):
         """
         if self._asks is not None:
             self._look()
-        return self._records.look_up(([check_keys(keys)], self._most_hits))[0]
+        return self._records.look_up(([check_keys(keys, tag=self._weights.now.tag)], self._most_hits))[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """Look up several requests in one call, and return the hits of each: the cache does not change in between.
@@ -152,12 +157,13 @@ class KeyCache(Closing):
         """
         if self._asks is not None:
             self._look()
-        return self._records.look_up(([check_keys(keys) for keys in requests], self._most_hits))
+        tag = self._weights.now.tag
+        return self._records.look_up(([check_keys(keys, tag=tag) for keys in requests], self._most_hits))
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
         """Return whether each key is missing, a hit or pending. Counts nothing; works with a closed engine, too."""
         self._advance()
-        return self._records.status(check_keys(keys))
+        return self._records.status(check_keys(keys, tag=self._weights.now.tag))
 
     def status_of(self, key: bytes) -> Status:
         """Return whether one key is missing, a hit or pending. Counts as `lookup([key])` does; `status` counts nothing.
@@ -173,6 +179,8 @@ class KeyCache(Closing):
         # thread changes the index while it is read. Such a call counts in `changes` before it clears `working`, and
         # `working` is read first: if neither shows a call, there was none. A hit takes 0.14 us then instead of 0.44.
         state = self._state
+        if tag := self._weights.now.tag:
+            key = check_keys([key], tag=tag)[0]
         changes, table = state.changes, state.table
         if (
             self._unlocked
@@ -196,7 +204,8 @@ class KeyCache(Closing):
         or "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: the key may
         be evicted, or a tier may lose it. Counts nothing.
         """
-        statuses = self.status(checked := check_keys(keys))
+        self._advance()
+        statuses = self._records.status(checked := check_keys(keys, tag=self._weights.now.tag))
         places = [_HOST if status is _HIT else _WAITS if status is _PENDING else _MISSING for status in statuses]
         return places if self._tiers is None else self._tiers.locate(checked, places)
 
@@ -211,12 +220,10 @@ class KeyCache(Closing):
             LayoutError: `keys` is not a list of bytes.
             RuntimeError: called inside another call of the cache.
         """
-        used = check_keys(keys)
-        if len(used) > 1 and len(frozenset(used)) < len(used):
-            used = list(dict.fromkeys(used))
+        used = list(dict.fromkeys(check_keys(keys, tag=self._weights.now.tag)))
         self._records.touch(used)
         if self._tiers is not None:
-            self._tiers.post(tuple(keys))
+            self._tiers.post(tuple(used))
 
     def open_request(self, *, tenant: str = "", session: str | None = None) -> CacheRequest:
         """Open a request that stores and loads its keys in pieces: see `CacheRequest`.
@@ -236,7 +243,8 @@ class KeyCache(Closing):
         if session is not None and not isinstance(session, str):
             raise TypeError(f"session must be a string or None, got {session!r:.80}")
 
-        return self._records.open_request((tenant, session, None if self._tiers is None else self._tiers.post))
+        namespace = self._weights.now.namespace(tenant)
+        return self._records.open_request((namespace, session, None if self._tiers is None else self._tiers.post))
 
     def hint(
         self, action: Action, *, session: str, tenant: str = "", ttl: float | None = None, due: float | None = None
@@ -281,6 +289,8 @@ class KeyCache(Closing):
         if action in ("demote", "prefetch"):
             self._check_open()
         self._state.pools.of(tenant)
+        weights = self._weights.now
+        tenant = weights.namespace(tenant)
         due = None if due is None else to_wait("due", due)
         hint = Hint(action, session, tenant, default_ttl(due) if ttl is None else to_wait("ttl", ttl), due)
         answer, keys, request = self._records.hint((hint, self._tiers is not None))
@@ -290,10 +300,31 @@ class KeyCache(Closing):
             from kvoffload.cache.tiering.promotion import PromotionRecord
 
             until = time.monotonic() + min(hint.ttl, LONGEST_TTL)
-            record = PromotionRecord(keys, tenant, until, self._refusing(), counted=False)
+            record = PromotionRecord(keys, tenant, until, self._refusing(), self._weights, weights, counted=False)
             record.request, record.released = request, True  # it holds nothing
             self._tiers.promote(record)
         return answer
+
+    def use_weights(self, name: str) -> None:
+        """Say which weights the model has from now on. No key that was stored under another name is a hit of this cache
+        any more, from slots, tiers, stores or a shared pool, until that name is given again, also after a restart.
+        Meanwhile such keys give way before all others. Takes as long for any number of keys.
+
+        Call it between the last computation with the old weights and the first with the new ones. A store in flight is
+        published under the old name. A fetch or promotion whose hits nobody has read has none; one whose hits were read
+        is loaded, for you to throw away. Open requests, which depend on both weights, store nothing more.
+
+        Args:
+            name: any text without NUL, such as "policy@step-1200", the same for the same weights in all processes that
+                share a tier, a store or a pool; "", as before the first call: no name.
+
+        Raises:
+            TypeError, ValueError: no such text. RuntimeError: called inside another call. ClosedError: it is closed.
+        """
+        if check_weights(name) != self._weights.now.name:
+            self._records.use_weights(name)
+            if self._tiers is not None:
+                self._tiers.post(frozenset({name}))
 
     def reserve(
         self,
@@ -330,7 +361,10 @@ class KeyCache(Closing):
         if self._asks is not None:
             self._asks.advance()
             self._asks.check_usable()
-        return self._reserve((check_keys(keys, repeats=False), tenant, flag("all_or_nothing", all_or_nothing), request))
+        weights = self._weights.now
+        checked = check_keys(keys, repeats=False, tag=weights.tag)
+        tenant = weights.namespace(tenant, request)
+        return self._reserve((checked, tenant, flag("all_or_nothing", all_or_nothing), request))
 
     @guarded
     def _reserve(self, given: tuple[list[bytes], str, bool, CacheRequest | None]) -> Reservation:
@@ -358,7 +392,7 @@ class KeyCache(Closing):
             RuntimeError: called inside another call of the cache.
         """
         self._advance()
-        return self._records.acquire((check_keys(keys), flag("pending", pending)))
+        return self._records.acquire((check_keys(keys, tag=self._weights.now.tag), flag("pending", pending)))
 
     # tiers --------------------------------------------------------------------------------------------------------
 
@@ -387,10 +421,14 @@ class KeyCache(Closing):
             RuntimeError: called inside another call of the cache, by a policy for example.
         """
         refuse_nested(self._state.lock, "promote")
-        return self._promote(check_keys(keys, repeats=False), deadline, tenant, counted)
+        weights = self._weights.now
+        checked = check_keys(keys, repeats=False, tag=weights.tag)
+        return self._promote(checked, weights, deadline, tenant, counted)
 
-    def _promote(self, keys: list[bytes], deadline: float | None, tenant: str, counted: bool) -> Promotion:
-        """`promote` for keys that were checked. The caller is in no call of the cache."""
+    def _promote(
+        self, keys: list[bytes], weights: Weights, deadline: float | None, tenant: str, counted: bool
+    ) -> Promotion:
+        """`promote` for keys of these weights that were checked. The caller is in no call of the cache."""
         from kvoffload.cache.tiering.promotion import Promotion, PromotionRecord
 
         wait = deadline  # the default of `fetch`, and those of the other arguments, need no check
@@ -404,7 +442,8 @@ class KeyCache(Closing):
             self._state.pools.of(tenant)
         self._check_open()
         until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
-        record = PromotionRecord(keys, tenant, until, self._refusing(), counted=counted)
+        namespace = weights.namespace(tenant) if weights.tag else tenant
+        record = PromotionRecord(keys, namespace, until, self._refusing(), self._weights, weights, counted=counted)
         if tiers is None:
             self._records.bring(keys, wait)
             record.end_with_what_is_here(self._records)
@@ -428,8 +467,7 @@ class KeyCache(Closing):
         is durable. It does not wait for keys that a tier does not take, because it fails or is full.
 
         Returns:
-            False if `timeout` seconds in total have passed first (None: no limit), or a tier could not drain; all goes
-            on.
+            False if `timeout` seconds in total (None: no limit) have passed, or a tier could not drain; all goes on.
 
         Raises:
             ClosedError: the cache or its engine is closed.
@@ -471,12 +509,11 @@ class KeyCache(Closing):
             ClosedError: with `below`, the cache has tiers, and it or its engine is closed; nothing has changed.
             RuntimeError: called inside another call of the cache; nothing has changed.
         """
-        return self._remove_from_all(list(dict.fromkeys(check_keys(keys))), below)
+        return self._remove_from_all(list(dict.fromkeys(check_keys(keys, tag=self._weights.now.tag))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys, here and in the tiers, and return how many were present or pending here. Processes that
-        share a tier lose its records, too. Arguments, waits and errors (TierError, ClosedError, RuntimeError) as for
-        `remove`.
+        """Remove all keys of all weights, here and in the tiers, and return how many there were here. Processes that
+        share a tier lose its records, too. Waits, and raises TierError, ClosedError, RuntimeError, as `remove` does.
         """
         return self._remove_from_all(None, below)
 

@@ -1,4 +1,6 @@
-"""Pools of keys, each ordered by a policy of its own: one for each tenant with a quota, one for each priority."""
+"""Pools of keys, each ordered by a policy of its own: one for each tenant with a quota, one for each priority, and all
+of these once more for the keys of other weights (see `weights`), which go before all others.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, RequestPolicy, Room, make_policy
 from kvoffload.cache.policies.promised import Promise, Promised
+from kvoffload.cache.weights import lost_namespace, namespace_digest, namespace_of, split_namespace
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal.checks import at_least
 
+_RELEASED = -1e300  # the priority of keys that hints have released: above those of weights that are not in use
 ORDINARY_SHARE = 1 / 8  # of the entries: keys that nobody has promised to come back for may displace others up to here
 
 
@@ -37,21 +41,22 @@ class OfSession(Protocol):
 class RequestRecord:
     """The index's record of an open request."""
 
-    __slots__ = ("__weakref__", "ended", "keys", "notes", "of_session", "on_end", "owner", "tenant")
+    __slots__ = ("__weakref__", "ended", "keys", "notes", "of_session", "on_end", "owner", "tenant", "weights")
 
     def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
         self.owner = owner
-        self.tenant = tenant
+        self.tenant, self.weights = tenant, split_namespace(tenant)[1]
         self.on_end = on_end
         self.keys: dict[bytes, None] = {}
-        self.notes: dict[int, dict[Any, Any]] = {}
+        self.notes: dict[object, dict[Any, Any]] = {}
         self.ended = False
         self.of_session: OfSession | None = None
 
     def tenant_of_call(self, tenant: str) -> str:
-        """Return the request's tenant, for a call that names the request and `tenant`."""
-        if tenant not in ("", self.tenant):
-            raise ValueError(f"tenant must be the request's, {self.tenant!r}, or left out, got {tenant!r:.80}")
+        """Return the request's namespace, for a call that names the request and `tenant`."""
+        own, _ = split_namespace(self.tenant)
+        if tenant not in ("", own, self.tenant):
+            raise ValueError(f"tenant must be the request's, {own!r}, or left out, got {tenant!r:.80}")
         return self.tenant
 
 
@@ -65,15 +70,28 @@ class Pool:
         selective: whether the policy is asked, or a quota applies, even where there is room.
         beside: of keys released or retained: the pool of the same keys otherwise.
         released: whether its keys were released.
+        weights: the name of those that the keys are of.
+        usual: its priority while these are in use.
+        names: texts under which `Pools.by_tenant` has it.
+        gone: whether its number is for another pool.
     """
 
     def __init__(
-        self, number: int, policy: Policy, make: Callable[[], Policy] | None, priority: float, max_blocks: int | None
+        self,
+        number: int,
+        policy: Policy,
+        make: Callable[[], Policy] | None,
+        priority: float,
+        max_blocks: int | None,
+        weights: str = "",
     ) -> None:
         self.number = number
         self.policy = policy
         self.make = make  # None: the policy is the caller's own object
-        self.priority = priority
+        self.priority = self.usual = priority
+        self.weights = weights
+        self.names: list[str] = []
+        self.gone = False
         self.max_blocks = max_blocks
         self.stale = False
         self.selective = policy.declines_with_room or max_blocks is not None
@@ -83,7 +101,7 @@ class Pool:
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
         if request.of_session is not None and isinstance(self.policy, Promised):
             return self.policy.for_promise(request.of_session.promised)
-        return self.policy.for_request(request.notes.setdefault(self.number, {}))
+        return self.policy.for_request(request.notes.setdefault(self, {}))
 
     def restore(self, keys: list[bytes]) -> None:
         """Make the policy know exactly these resident keys, after an exception.
@@ -177,49 +195,42 @@ class Pools:
     def __init__(self, policy: PolicyChoice, tenants: Mapping[str, Tenant], capacity: int) -> None:
         if not isinstance(tenants, Mapping):
             raise TypeError(f"tenants must be a mapping of names to Tenant, got {tenants!r:.80}")
-        self.all: list[Pool] = []  # by number
-        self.by_tenant: dict[str, Pool] = {}
-
-        def add(priority: int, max_blocks: int | None) -> Pool:
-            make = None if isinstance(policy, Policy) else partial(make_policy, policy, _most(max_blocks, capacity))
-            made = make_policy(policy, capacity) if make is None else make()
-            self.all.append(Pool(len(self.all), made, make, priority, max_blocks))
-            return self.all[-1]
-
-        shared = {0: add(0, None)}  # by priority
-        self.by_tenant[""] = shared[0]
         for name, tenant in tenants.items():
-            if not isinstance(name, str):
+            if not isinstance(name, str) or "\0" in name:
                 raise TypeError(f"tenants must be a mapping of names to Tenant, got the name {name!r:.80}")
             if not isinstance(tenant, Tenant):
                 raise TypeError(f"tenants[{name!r}] must be a Tenant, got {tenant!r:.80}")
-            if tenant.max_blocks is not None:
-                self.by_tenant[name] = add(tenant.priority, tenant.max_blocks)
-                continue
-            if tenant.priority not in shared:
-                shared[tenant.priority] = add(tenant.priority, None)
-            self.by_tenant[name] = shared[tenant.priority]
+        self.tenants: Mapping[str, Tenant] = {"": Tenant(), **tenants}
+        self.capacity = self._most = capacity  # the entries that there are; those that policies are made for
+        self._policy = policy
+        self.all: list[Pool] = []  # by number
+        self.by_tenant: dict[str, Pool] = {}  # and by namespace
+        self.in_use: frozenset[str] = frozenset({""})  # names of weights
+        self._unused: dict[int, Pool] = {}  # of other weights, by number: the first went out of use first
+        self._shared: dict[tuple[str, int], Pool] = {}  # by weights and priority
+        self._beside: dict[tuple[int, bool], Pool] = {}
+        self._numbers: list[int] = []  # of pools that are gone
+        self._default = 0  # the number of the pool of "" in weights that are in use
+        for name in self.tenants:
+            self.of(name)
         if len({id(pool.policy) for pool in self.all}) < len(self.all):
             raise ValueError(
                 f"policy must be a name or a function of the capacity, as {len(self.all)} pools need one each, got the "
                 f"object {policy!r:.80}"
             )
 
-        self.capacity = capacity  # the entries that there are
-        self._policy = policy
-        self._beside: dict[tuple[int, bool], Pool] = {}
-
     def __str__(self) -> str:
-        return ", ".join(str(pool.policy) for pool in self.all)
+        return ", ".join(str(pool.policy) for pool in self.all if not pool.gone)
 
     def shrink(self, capacity: int) -> None:
         """Let `restore` make new policies for so many entries, as the cache stays this small; not the caller's own.
 
         New policies have learned nothing yet.
         """
+        self._most = capacity
         for pool in self.all:
             if pool.beside is None and pool.make is not None:
-                pool.make = partial(make_policy, self._policy, _most(pool.max_blocks, capacity))
+                pool.make = self._making(pool.max_blocks)
                 pool.stale = True
 
     def beside(self, ordinary: Pool, *, retained: bool) -> Pool:
@@ -229,30 +240,112 @@ class Pools:
         pool = self._beside.get((ordinary.number, retained))
         if pool is None:
             make: type[Policy] = Promised if retained else LRU
-            priority = ordinary.priority + 0.5 if retained else -inf
-            pool = Pool(len(self.all), make(), make, priority, None)
+            pool = self._add(make(), make, ordinary.usual + 0.5 if retained else _RELEASED, None, ordinary.weights)
             pool.beside, pool.released = ordinary, not retained
-            self.all.append(pool)
             self._beside[ordinary.number, retained] = pool
         return pool
 
     def of(self, tenant: str) -> Pool:
-        """Return the pool of a tenant's keys."""
+        """Return the pool of a tenant's keys, or of a namespace's."""
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
-        if pool is None:
-            known = ", ".join(map(repr, sorted(self.by_tenant)))
+        return self._made_for(tenant) if pool is None else pool
+
+    def _made_for(self, namespace: str) -> Pool:
+        name, weights = split_namespace(namespace) if isinstance(namespace, str) else (namespace, "")
+        tenant = self.tenants.get(name) if isinstance(name, str) else None
+        if tenant is None:
+            known = ", ".join(map(repr, sorted(self.tenants)))
             raise ValueError(
-                f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the "
+                f"tenant must be one of {known}, got {name!r:.80}; name others in tenants= of the "
                 "cache, or attach to a shared pool as one of its owner's"
             )
+        quota, shared = tenant.max_blocks, (weights, tenant.priority)
+        pool = self._shared.get(shared) if quota is None else None
+        if pool is None and weights and quota is None:  # its keys may be there from before this process
+            pool = self.by_tenant.get(lost_namespace(namespace_digest(namespace)))
+            if pool is not None:
+                pool.weights, pool.usual = weights, tenant.priority
+        if pool is None and weights and isinstance(self._policy, Policy):
+            pool = self.by_tenant[name]
+        if pool is None:
+            policy = self._policy
+            make = None if isinstance(policy, Policy) else self._making(quota)
+            made = make_policy(policy, self._most) if make is None else make()
+            pool = self._add(made, make, tenant.priority, quota, weights)
+        if quota is None:
+            self._shared[shared] = pool
+        pool.names.append(namespace)
+        self.by_tenant[namespace] = pool
+        self._place(pool)
         return pool
+
+    def _making(self, quota: int | None) -> Callable[[], Policy]:
+        most = self._most if quota is None else min(quota, self._most)
+        return partial(make_policy, self._policy, most)
+
+    def _add(
+        self, policy: Policy, make: Callable[[], Policy] | None, priority: float, quota: int | None, weights: str
+    ) -> Pool:
+        """Add a pool under a number that is free."""
+        number = self._numbers.pop() if self._numbers else len(self.all)
+        pool = Pool(number, policy, make, priority, quota, weights)
+        self.all[number : number + 1] = [pool]
+        self._place(pool)
+        return pool
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    def use(self, names: frozenset[str]) -> None:
+        """Let the keys of all other weights go first, and those of these as their tenants' priorities say. Takes as
+        long as there are pools, whatever the number of keys.
+
+        A policy that is the caller's own object orders the keys of all weights alike.
+        """
+        self.in_use = names
+        for namespace in [namespace_of(tenant, name) for name in names for tenant in self.tenants]:
+            if lost_namespace(namespace_digest(namespace)) in self.by_tenant:
+                self.of(namespace)
+        self.arrange()
+
+    @property
+    def of_other_weights(self) -> int:
+        """How many keys are of weights that are not in use."""
+        return sum(len(pool.policy) for pool in self._unused.values())
+
+    def arrange(self) -> None:
+        """Have priorities follow `in_use`, and drop pools without keys of weights that are not in use."""
+        for pool in self.all:
+            if not pool.gone:
+                self._place(pool)
+                if pool.number in self._unused and not len(pool.policy):
+                    self._drop(pool)
+
+    def _place(self, pool: Pool) -> None:
+        if pool.weights in self.in_use or isinstance(self._policy, Policy):
+            pool.priority = pool.usual
+            self._unused.pop(pool.number, None)
+            if namespace_of("", pool.weights) in pool.names:
+                self._default = pool.number
+        else:
+            pool.priority = -inf
+            self._unused.setdefault(pool.number, pool)
+
+    def _drop(self, pool: Pool) -> None:
+        pool.gone = True
+        for name in pool.names:
+            self.by_tenant.pop(name, None)
+        self._shared = {key: each for key, each in self._shared.items() if each is not pool}
+        self._beside = {key: each for key, each in self._beside.items() if pool not in (each, each.beside)}
+        self._unused.pop(pool.number, None)
+        self._numbers.append(pool.number)
 
     def split(self, keys: list[bytes], numbers: Sequence[int | None]) -> list[tuple[Pool, list[bytes]]]:
         """Split keys by the pool that knows them. `numbers`: each one's pool; keys that none knows (None) go with the
         key before them.
         """
         if None in numbers:
-            numbers = list(accumulate(numbers, lambda before, now: before if now is None else now, initial=0))[1:]
+            begin = self._default
+            numbers = list(accumulate(numbers, lambda before, now: before if now is None else now, initial=begin))[1:]
         if len(set(numbers)) == 1:
             return [(self.all[numbers[0] or 0], keys)]
         each = [number for number in dict.fromkeys(numbers) if number is not None]
@@ -319,16 +412,20 @@ class Pools:
             assert len(pool.policy) == len(mine), "policies count what they know"
             assert pool.max_blocks is None or len(mine) <= pool.max_blocks, "quotas are kept"
 
-    def _donors(self, pool: Pool) -> list[Pool]:
-        lower = [other for other in self.all if other.priority <= pool.priority and len(other.policy)]
+    def _donors(self, pool: Pool) -> Iterator[Pool]:
+        """Yield the pools that give entries to this one: those of other weights first, in the order in which they went
+        out of use.
+        """
+        yield from [other for other in self._unused.values() if len(other.policy)]
+        lower = [
+            other
+            for other in self.all
+            if other.priority <= pool.priority and len(other.policy) and other.number not in self._unused
+        ]
         retained = self._beside.get((pool.number, True))
         if retained is not None and len(retained.policy) and len(pool.policy) < ORDINARY_SHARE * self.capacity:
             lower.append(retained)
-        return sorted(lower, key=lambda other: (other.priority, -len(other.policy), other is not pool))
-
-
-def _most(max_blocks: int | None, capacity: int) -> int:
-    return capacity if max_blocks is None else min(max_blocks, capacity)
+        yield from sorted(lower, key=lambda other: (other.priority, -len(other.policy), other is not pool))
 
 
 def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:
@@ -350,8 +447,9 @@ class Tenant:
     Attributes:
         max_blocks: the most keys, resident or pending, at a time; None: as many as fit. More are declined, or displace
             keys of the same tenant.
-        priority: keys of a lower priority are evicted first. A key never displaces one of a higher priority. Keys
-            stored without a tenant have priority 0, unless `tenants` has an entry for "".
+        priority: keys of a lower priority are evicted first. A key never displaces one of a higher priority, unless
+            `hint` has released that one, or it is of other weights. Keys stored without a tenant have priority 0,
+            unless `tenants` has an entry for "".
 
     Raises:
         ValueError: `max_blocks` is not an integer of at least 1.

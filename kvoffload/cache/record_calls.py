@@ -159,6 +159,7 @@ class RecordCalls:
         self.slots = state.slots
         self.most_entries = state.table.most
         self.recorder = state.recorder
+        self.weights = state.weights
 
     def share(self, part: float) -> int:
         """Return how many entries `part` of the current ones are, at least one."""
@@ -240,7 +241,9 @@ class RecordCalls:
             statistics = state.recorder.statistics(
                 capacity=table.capacity, resident=len(table) - pending, pending=pending, pinned=len(pinned)
             )
-            return statistics if state.sessions is None else replace(statistics, **state.sessions.counts())
+            of_hints = {} if state.sessions is None else state.sessions.counts()
+            others = state.pools.of_other_weights
+            return replace(statistics, **of_hints, weights=state.weights.now.name, of_other_weights=others)
 
         return reading(self, step)
 
@@ -353,6 +356,15 @@ class RecordCalls:
         record = RequestRecord(state, tenant, on_end)
         state.open_request(record, session)
         return CacheRequest(self, record)
+
+    @guarded
+    def use_weights(self, name: str) -> None:
+        """Have calls mean these weights from now on, and let the keys of all others go first."""
+        self._state.use_weights(name)
+
+    def keep_weights(self, names: frozenset[str]) -> None:
+        """Let the keys of all other weights than these go first from now on: of an index with keys of several."""
+        locked(self, lambda state: state.keep_weights(names))
 
     @guarded
     def end_request(self, record: RequestRecord) -> bool:

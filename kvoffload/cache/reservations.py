@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from kvoffload.cache.engines import CacheAfter, CacheStreams
 from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
 from kvoffload.cache.pools import RequestRecord
+from kvoffload.cache.weights import UsedWeights, split_namespace
 from kvoffload.engine.callbacks import Callbacks, Waitable
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError, TransferError
@@ -31,6 +32,7 @@ class EndsRecords(Protocol):
     """The part of `RecordCalls` that handles use."""
 
     lock: threading.RLock
+    weights: UsedWeights
 
     def slots(self, indices: Sequence[int], group: int, /) -> Int64Array: ...
 
@@ -58,7 +60,7 @@ class Reservation:
         keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
         positions: the position of each of `keys` in the list given.
         indices: the entry of each of `keys`.
-        evicted: keys that were evicted for them.
+        evicted: keys that were evicted for them; without keys of other weights.
         declined: missing keys that are not to be stored: worth less than the keys they would displace, not looked up
             often enough yet, over a quota, or beyond the entries that were free or could be evicted.
         short: whether keys were declined because too few entries were free or could be evicted.
@@ -69,14 +71,15 @@ class Reservation:
     def __init__(self, records: EndsRecords, record: ReservationRecord) -> None:
         self._records = records
         self._record = record
-        self.keys = tuple(record.keys)
+        plain = records.weights.plain
+        self.keys = plain(record.keys)
         self.positions = tuple(record.positions)
         self.indices = tuple(record.indices)
-        self.evicted = tuple(record.evicted)
-        self.declined = tuple(record.declined)
-        self.present = tuple(record.present)
+        self.evicted = records.weights.own(record.evicted, record.tenant)
+        self.declined = plain(record.declined)
+        self.present = plain(record.present)
         self.short = record.short
-        self.tenant = record.tenant
+        self.tenant, _ = split_namespace(record.tenant)
 
     @property
     def stage(self) -> Stage:
@@ -162,10 +165,10 @@ class Lease:
     def __init__(self, records: EndsRecords, record: LeaseRecord) -> None:
         self._records = records
         self._record = record
-        self.keys = tuple(record.keys)
+        self.keys = records.weights.plain(record.keys) if records.weights.names else tuple(record.keys)
         self.indices = tuple(record.indices)
         awaited = {key for source in record.sources for key in source.keys}
-        self.pending = tuple(key for key in self.keys if key in awaited) if awaited else ()
+        self.pending = records.weights.plain(list(filter(awaited.__contains__, record.keys))) if awaited else ()
 
     @property
     def released(self) -> bool:
@@ -305,7 +308,8 @@ class CacheJob(Waitable[list[TransferResult]]):
         record = self._record
         if isinstance(record, LeaseRecord) or not (unfit := record.unfit):
             return ()
-        return tuple(key for key, index in zip(record.keys, record.indices, strict=True) if index in unfit)
+        found = [key for key, index in zip(record.keys, record.indices, strict=True) if index in unfit]
+        return self._records.weights.plain(found)
 
     @property
     def finished(self) -> bool:
@@ -389,9 +393,11 @@ def check_open(record: ReservationRecord) -> None:
         )
 
 
-def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
+def check_readable(
+    table: EntryTable, position: int, key: bytes, weights: UsedWeights, pending: bool
+) -> ReservationRecord | None:
     """Return the reservation to wait for before the key can be read; None if it is ready."""
-    record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
+    record, name = table.pending.get(key), f"keys[{position}] ({weights.plain([key])[0].hex()[:16]})"
     if key not in table.of:
         raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
     if record is not None and not pending:
@@ -418,13 +424,13 @@ class CacheRequest:
     def __init__(self, records: EndsRecords, record: RequestRecord) -> None:
         self._records = records
         self._record = record
-        self.tenant = record.tenant
+        self.tenant, _ = split_namespace(record.tenant)
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """The keys of its calls so far, each once, in the order in which they first came; a copy."""
         with self._records.lock:
-            return tuple(self._record.keys)
+            return self._records.weights.plain(list(self._record.keys))
 
     @property
     def ended(self) -> bool:

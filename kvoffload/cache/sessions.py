@@ -182,7 +182,7 @@ class SessionRequest:
         """Return the pool in which the request stores these keys. `known`: its keys so far, which are counted only if
         trust needs it: a request may store one key after the other.
         """
-        if self.retained is None:
+        if self.retained is None or self.retained[0].gone:
             return ordinary
         retained, most = self.retained
         session, wanted, trust = self.session, len(known) + len(keys), self.session.allowance
@@ -455,7 +455,7 @@ class Sessions:
     def _tenant_share(self, tenant: str, retained: Pool, but: Sequence[bytes]) -> int:
         """Return how many more keys may be retained for a tenant, besides some."""
         share = self._table.capacity
-        if len(self._pools.by_tenant) > 1 and isinstance(retained.policy, Promised):
+        if len(self._pools.tenants) > 1 and isinstance(retained.policy, Promised):
             share = int(TENANT_SHARE * share) - retained.policy.promised_by(tenant, but)
         return max(0, share)
 

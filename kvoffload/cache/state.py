@@ -43,6 +43,7 @@ from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.sessions import SessionRequest, Sessions
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.cache.victims import find_space, shortage
+from kvoffload.cache.weights import UsedWeights
 from kvoffload.errors import CapacityError
 from kvoffload.internal.nesting import new_lock
 from kvoffload.internal.types import Int64Array
@@ -74,6 +75,7 @@ class CacheState:
         reuse_filter: ReuseFilter,
         recorder: StatisticsRecorder,
         engine: CacheEngine | None = None,
+        weights: UsedWeights | None = None,
     ) -> None:
         self.lock = new_lock() if engine is None else engine.lock
         self.table = EntryTable(capacity)
@@ -93,6 +95,7 @@ class CacheState:
         self.has_tiers = False
         self.sessions: Sessions | None = None  # from the first request of a session on
         self.clock: Callable[[], float] = time.monotonic
+        self.weights = weights or UsedWeights()
         self.journal: Journal | None = None  # told of every change before bytes may follow it
         self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
         self.num_groups = 1 if engine is None else engine.layout.num_groups
@@ -147,6 +150,7 @@ class CacheState:
     def repair(self) -> None:
         """Make derived state and the policies agree with the truth. May be interrupted and called again."""
         self.awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
+        self.pools.arrange()
         if self.sessions is not None:
             self.sessions.recount()
         self.consistent = True
@@ -169,6 +173,18 @@ class CacheState:
                 record.jobs = self.all_in_flight()
                 self.settle(record, well=False)
             del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
+
+    def use_weights(self, name: str) -> None:
+        """Have calls mean these weights from now on."""
+        self.keep_weights(frozenset({name}))
+        self.weights.use(name, self.pools.tenants)
+        self.recorder.note_weights(name)
+
+    def keep_weights(self, names: frozenset[str]) -> None:
+        """Let the keys of all other weights than these go first from now on."""
+        self.consistent = False
+        self.pools.use(names)
+        self.consistent = True
 
     def all_in_flight(self) -> tuple[Completion, ...]:
         return tuple(job for source in self.in_flight for job in source())
@@ -206,8 +222,8 @@ class CacheState:
             new = new[: pool.max_blocks - table.pool_numbers(present).count(pool.number)]  # if the present ones stay
         victims: Victims = []
         free, short = table.num_free, False
-        if not table.capacity:
-            new, short = [], bool(missing)
+        if not table.capacity or (opened is not None and opened.weights not in self.pools.in_use):
+            new, short = [], bool(missing) and not table.capacity  # what it computes depends on the weights before, too
         policy = pool.policy if opened is None or not new else pool.policy_for(opened)
         if new and (len(new) > free or pool.selective):
             self.consulting = True  # until the call ends, if this raises
@@ -401,7 +417,7 @@ class CacheState:
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()
         if None in indices or (table.pending and not table.pending.keys().isdisjoint(keys)):
-            awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+            awaited = [check_readable(table, position, key, self.weights, pending) for position, key in enumerate(keys)]
             sources = tuple(dict.fromkeys(filter(None, awaited)))
         self.proposed = lease = LeaseRecord(keys, indices, sources, self.num_groups)  # type: ignore[arg-type]  # no None
         return lease

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvoffload.errors import CapacityError, KVOffloadWarning
 from kvoffload.internal.types import Int64Array
 
-EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", "failed", "removed"]
+EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", "failed", "removed", "weights"]
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
@@ -88,6 +88,8 @@ class CacheStatistics:
         hints: how many hints got which answer: ("retain accepted", 3) and so on.
         retained_hits: blocks that were loaded, or used, while a promise retained them.
         unfit: of `declined`, the blocks that the layout's codec could not hold.
+        weights: the name that `use_weights` was given last; "": none.
+        of_other_weights: keys of other weights that have entries still. They go first.
     """
 
     capacity: int
@@ -110,6 +112,8 @@ class CacheStatistics:
     hints: tuple[tuple[str, int], ...] = ()
     retained_hits: int = 0
     unfit: int = 0
+    weights: str = ""
+    of_other_weights: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -137,11 +141,13 @@ class CacheEvent:
             stored was never announced, so nothing is told of it.
         keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
         tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
+        weights: the name of the weights that the keys are of: an event concerns keys of one name.
     """
 
     kind: EventKind
     keys: tuple[bytes, ...]
     tenant: str = ""
+    weights: str = ""
 
 
 class Tally:
@@ -198,7 +204,7 @@ class StatisticsRecorder:
         self._distances = Tally(_REUSE_DISTANCES)
 
     def note(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
-        self._counts[kind, tenant] += len(keys)
+        self._counts[kind, tenant.partition("\0")[0]] += len(keys)  # of a namespace its tenant
         if self._on_event is not None:
             self.announce(kind, keys, tenant)
 
@@ -222,7 +228,7 @@ class StatisticsRecorder:
         for entry in entries:  # numpy takes as long for many, and longer for few
             each[entry] = now
         kind: EventKind = "promoted" if promoted else "stored"
-        self._counts[kind, tenant] += len(keys)
+        self._counts[kind, tenant.partition("\0")[0]] += len(keys)
         if self._on_event is not None:
             self.announce(kind, keys, tenant)
 
@@ -332,6 +338,10 @@ class StatisticsRecorder:
             finally:
                 if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
                     del self._notifier["now"]
+
+    def note_weights(self, name: str) -> None:
+        if self._on_event is not None:
+            self.unreported.append(CacheEvent("weights", (), "", name))
 
     def announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:

@@ -103,6 +103,12 @@ _OF_A_CACHE = {
         "state",
         lambda of: {state: getattr(of, state) for state in ("resident", "pending", "pinned")},
     ),
+    "cache_other_weights_blocks": _Metric(
+        "Gauge",
+        "Blocks of weights that are not in use, which go first; the label names those in use.",
+        "weights",
+        lambda of: {of.weights: of.of_other_weights},
+    ),
     "cache_capacity_blocks": _one("Gauge", "Blocks that fit into the cache.", "capacity"),
     **{f"cache_{field}": _one("Counter", text, field) for field, text in _COUNTED.items()},
     **{f"cache_tenant_{field}": _by_tenant(field) for field in ("stored", "failed", "declined")},
@@ -152,7 +158,7 @@ _OF_A_TIER = {
     **{f"tier_{field}": _by_tier("Counter", text, f"tier.{field}") for field, text in _IN_TIERS.items()},
 }
 _METRICS = {**_OF_A_CACHE, **_OF_AN_ENGINE, **_OF_A_TIER}
-_OWN_LABELS = {"state", "direction", "le", "tenant", "tier"}
+_OWN_LABELS = {"state", "direction", "le", "tenant", "tier", "weights"}
 
 
 class CacheCollector:

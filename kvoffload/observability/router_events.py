@@ -66,7 +66,8 @@ class RouterEvents:
     described, but is in no medium yet, is reported right after its parent.
 
     Routers hash the tokens themselves, and do not see the salt of `chain_keys`: prefixes that differ only by salt are
-    the same prefix to them. Adapters differ by `lora_name`.
+    the same prefix to them. Adapters differ by `lora_name`. When the cache begins to use other weights, routers hear
+    that it holds nothing, and then only of keys of these weights that are stored from then on.
 
     Args:
         tokens_per_key: tokens that a key covers: `layout.tokens_per_block * layout.blocks_per_slot`. Configure routers
@@ -123,6 +124,7 @@ class RouterEvents:
         self._pending: deque[Any] = deque()
         self._batches: deque[Batch] = deque(maxlen=at_least("most_batches", most_batches, 1))
         self._next = 0
+        self._weights = ""  # those of the keys that routers know of
 
     def describe(
         self, keys: Sequence[bytes], token_ids: Any, *, parent: bytes | None = None, lora_name: str | None = None
@@ -158,7 +160,12 @@ class RouterEvents:
 
     def __call__(self, event: CacheEvent) -> None:
         """Take an event of a cache: pass the object as `on_event`."""
-        if event.kind in _STORED:
+        if event.kind == "weights":
+            self._weights = event.weights
+            self.cleared()
+        elif event.weights != self._weights:
+            return
+        elif event.kind in _STORED:
             self.stored(event.keys, self.medium)
         elif event.kind in _REMOVED:
             self.removed(event.keys, self.medium)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.record_calls import guarded, leading
+from kvoffload.cache.weights import namespace_of, split_namespace
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
 from kvoffload.pool import messages
@@ -210,6 +211,12 @@ def counts(region: Region, _: Message) -> bytes:
     return json.dumps(region.counts()).encode()
 
 
+def weights(region: Region, message: Message) -> None:
+    member, _, name = message
+    member.tenant = namespace_of(split_namespace(member.tenant)[0], name.decode("utf-8", "surrogatepass"))
+    region.keep_weights()
+
+
 def clean(region: Region, message: Message) -> None:
     region.end_quarantine(message.member.number)
 
@@ -219,4 +226,5 @@ OPERATIONS: dict[int, Callable[[Region, Message], bytes | None]] = {
     Operation.END: end, Operation.BRING: bring, Operation.USE: use, Operation.TOUCH: touch,
     Operation.OPEN: open_request, Operation.CLOSE: close_request, Operation.HINT: hint, Operation.REMOVE: remove,
     Operation.COUNTS: counts, Operation.CLEAN: clean, Operation.FORGET: forget,
+    Operation.WEIGHTS: weights,
 }  # fmt: skip

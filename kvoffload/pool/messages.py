@@ -22,6 +22,7 @@ messages; a reply has the number of what it answers. Messages of one member are 
     REMOVE   keys                       how many there were, u32. An empty payload: all keys
     FORGET   keys                       as REMOVE, and the owner's tiers keep theirs
     COUNTS   nothing                    JSON
+    WEIGHTS  name                       no reply. The member uses these weights from now on; its keys have their tag
     CLEAN    nothing                    no reply. Nothing that the last owner granted is in use any more
     WAIT                                from the owner, each second until it answers JOIN: it allocates a region
 
@@ -43,7 +44,7 @@ from kvoffload.cache.entries import Status
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 
-VERSION = 1
+VERSION = 2
 MOST_KEY_BYTES = 64
 DATAGRAM_BYTES = 48 << 10  # at most; the system's default room for a socket is 208 KiB
 MOST_TEXT = 4096  # characters of identity, tenant, and reasons
@@ -84,6 +85,7 @@ class Operation(IntEnum):
     REFUSED = 16
     WAIT = 17
     FORGET = 18
+    WEIGHTS = 19
 
 
 def socket_path(path: str | Path) -> str:

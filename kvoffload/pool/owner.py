@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, PolicyChoice
 from kvoffload.cache.pools import Tenant
+from kvoffload.cache.weights import namespace_of
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
 from kvoffload.errors import CapabilityError, CapacityError, KVOffloadError
@@ -392,6 +393,7 @@ class PoolOwner(Closing):
         if member.tenant not in self._tenants:
             known = ", ".join(map(repr, sorted(self._tenants)))
             raise ValueError(f"tenant={member.tenant!r:.80} is none of the owner's: {known}"[:500])
+        member.tenant = namespace_of(member.tenant, str(asked.get("weights", "")))
         if "number" in asked and not member.files:
             raise CapacityError("its memory has not come along: the owner's process has no descriptor left for it")
         if "fingerprint" not in asked:
@@ -427,6 +429,7 @@ class PoolOwner(Closing):
         member.region = region  # now nothing raises any more
         region.members.add(member)
         close_files(member.files)
+        self._survive(region.keep_weights)
 
     def _make(self, key: RegionKey, member: Member) -> None:
         """Begin to make a region, for which others may make room. Raises CapacityError: then none has."""

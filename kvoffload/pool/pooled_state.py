@@ -27,6 +27,7 @@ from kvoffload.cache.reservations import Lease
 from kvoffload.cache.sessions import Hint, HintAnswer
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics, StatisticsRecorder
+from kvoffload.cache.weights import UsedWeights
 from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.pool import messages
 from kvoffload.pool.messages import NUMBER, STATUSES, Grant, Operation, pack_entries, unpack_entries
@@ -58,6 +59,8 @@ class Link(Protocol):
 
     def tell(self, operation: Operation, payload: bytes, /, *, generation: int | None = None) -> None: ...
 
+    def use_weights(self, name: str, /) -> None: ...
+
     def ask_slowly(self, operation: Operation, payload: bytes, wait: float, /) -> bytes | None: ...
 
     def wake(self) -> None: ...
@@ -74,9 +77,16 @@ class PooledState(CacheState):
             owner so.
     """
 
-    def __init__(self, pool: Link, recorder: StatisticsRecorder, engine: CacheEngine | None, clean: float) -> None:
+    def __init__(
+        self,
+        pool: Link,
+        recorder: StatisticsRecorder,
+        engine: CacheEngine | None,
+        clean: float,
+        weights: UsedWeights | None = None,
+    ) -> None:
         capacity, tenants = pool.capacity, {pool.tenant: Tenant()}
-        super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine)
+        super().__init__(capacity, Pools("lru", tenants, capacity), ReuseFilter(0, capacity), recorder, engine, weights)
         self.num_groups = pool.num_groups
         self.pool = pool
         self.numbers: dict[Record, Grant] = {}
@@ -96,6 +106,10 @@ class PooledState(CacheState):
         if all(granted == generation for granted, _ in self.numbers.values()):
             self.pool.tell(Operation.CLEAN, b"", generation=generation)
             self._clean = generation  # set last: after an interrupt the next call tells it again
+
+    def use_weights(self, name: str) -> None:
+        super().use_weights(name)
+        self.pool.use_weights(name)
 
     def forget_leases(self) -> None:
         """Have loads ask the owner, whatever leases hold: keys are about to be removed, or renamed."""
@@ -124,9 +138,12 @@ class PooledState(CacheState):
         if opened is not None:
             tenant = opened.tenant_of_call(tenant)
             opened.keys.update(dict.fromkeys(keys))
-        named = self.pools.of(tenant)
-        record = ReservationRecord(named, self.pool.tenant, [], (), [], [], named.policy, self.num_groups)
+        named, namespace = self.pools.of(tenant), self.weights.now.namespace(self.pool.tenant)
+        record = ReservationRecord(named, namespace, [], (), [], [], named.policy, self.num_groups)
         self.proposed = record
+        if opened is not None and opened.weights not in self.pools.in_use:
+            record.declined = keys  # as in `CacheState.propose`
+            keys = []
         if not keys:
             return record
         flags = messages.ALL_OR_NOTHING * all_or_nothing + messages.USES * uses
@@ -265,7 +282,8 @@ class PooledState(CacheState):
                     if isinstance(source, LeaseRecord) and number > self._removed and self._shares(lease, source):
                         return lease
             raise MissingKeyError(
-                f"keys[{found}] ({keys[found].hex()[:16]}) is not ready; load only what lookup() found"
+                f"keys[{found}] ({self.weights.plain(keys)[found].hex()[:16]}) is not ready; load only what lookup() "
+                "found"
             )
         return lease
 
@@ -404,7 +422,8 @@ class PoolRecordCalls(RecordCalls):
         found: dict[str, int] = {name: int(counts.get(name, 0)) for name in ("resident", "pending", "pinned")}
         statistics = self._state.recorder.statistics(capacity=self.most_entries, **found)
         self._evicted = int(counts.get("evicted", self._evicted))
-        return replace(statistics, evicted=self._evicted, hints=tuple(sorted(self._answers.items())))
+        hints, weights = tuple(sorted(self._answers.items())), self.weights.now.name
+        return replace(statistics, evicted=self._evicted, hints=hints, weights=weights)
 
     @guarded
     def check(self, _: None) -> None:

@@ -17,6 +17,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.record_calls import locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
+from kvoffload.cache.weights import is_namespace, lost_namespace, namespace_digest, split_namespace
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
@@ -66,7 +67,7 @@ class Member:
         notice: when it hears next that its region is still being made.
         region: once it has joined.
         number: the member's, and its lock's. Processes of one engine share it.
-        tenant: of all its calls.
+        tenant: of all its calls, its namespace since it has named its weights.
         reservations, leases: by the number of the message that asked for them.
         requests: by the member's number for them.
         promotions: hold keys until it takes some, once they have ended, and not for long.
@@ -238,7 +239,7 @@ class Region:
             if alive.marked:
                 self.gone[number] = alive
         tenants = {tenant_digest(name): name for name in self._state.pools.by_tenant}
-        named = [tenants.get(digest, "") for digest in found.tenants]
+        named = [tenants.get(digest) or lost_namespace(digest) for digest in found.tenants]
         self.index.restore(found.keys, found.entries, found.sequences, tenants=named)
         self._sequence = int(found.sequences[-1]) if found.keys else 0
         locked(self.records, hold)
@@ -258,6 +259,14 @@ class Region:
             self.memory.reserved(record.indices, self._sequence, OWNER if record.promoted else self.writer)
             if record.promoted:
                 self.memory.named(record.keys, record.indices, tenant_digest(record.tenant))
+
+    def keep_weights(self) -> None:
+        """Let the keys of weights that no member uses go first."""
+        indexing = [member for member in self.members if not member.engine or "processes" in member.asked]
+        names = frozenset(split_namespace(member.tenant)[1] for member in indexing)
+        self.records.keep_weights(names)
+        if self.index._tiers is not None:
+            self.index._tiers.post(names)
 
     # members ------------------------------------------------------------------------------------------------------
 
@@ -311,6 +320,7 @@ class Region:
             with survived():
                 self.records.abort_after(record, (known,))
         member.requests.clear()  # they end as dropped ones do
+        self.keep_weights()
         self.settle()  # its lock is free, if its process has ended
 
     def settle(self) -> None:
@@ -365,6 +375,8 @@ class Region:
 
 @lru_cache(64)
 def tenant_digest(tenant: str) -> bytes:
+    if is_namespace(tenant):
+        return namespace_digest(tenant)
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 

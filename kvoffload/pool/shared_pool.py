@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kvoffload.cache.statistics import StatisticsRecorder
+from kvoffload.cache.weights import UsedWeights
 from kvoffload.device.ownership import FORKS
 from kvoffload.device.pinned import HostMemory, touch
 from kvoffload.device.shared_slots import CLOSED_IN_CHILDREN, peer_of
@@ -272,7 +273,7 @@ class SharedPool(Closing):
     # for the cache ------------------------------------------------------------------------------------------------
 
     def open(
-        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder]
+        self, engine: CacheEngine | None, recorder: Callable[[int], StatisticsRecorder], weights: UsedWeights
     ) -> tuple[CacheState, RecordCalls]:
         """Return state and records for a cache over this pool; caches call it in their constructors.
 
@@ -300,7 +301,7 @@ class SharedPool(Closing):
             raise CapacityError("the engine is over memory of its own: give it host_memory=pool.host_memory")
         first = self._calls is self._lock and not self._asked["engine"]  # nothing can have been granted before
         clean = math.inf if self._left else 0 if first else self.generation
-        state = PooledState(self, recorder(self.capacity), engine, clean)
+        state = PooledState(self, recorder(self.capacity), engine, clean, weights)
         records = PoolRecordCalls(state, self.check_usable if engine is None else engine.check_process, engine)
         self._calls, self._records = state.lock, weakref.ref(records)
         return state, records
@@ -311,16 +312,12 @@ class SharedPool(Closing):
             raise CapacityError(f"pool={self!r} has a cache already: delete it, end what it holds, or attach again")
 
     def check_usable(self) -> None:
-        """Raise ClosedError in a forked child, and after `close`; not if there is no owner. Takes no lock, which a
-        child may never get.
-        """
+        """Raise ClosedError in a forked child, and after `close`; not if there is no owner. Takes no lock."""
         if len(FORKS) != self._forks or self._closed:
             raise ClosedError("the shared pool is closed, or this is a forked child: attach to it here")
 
     def wake(self) -> None:
-        """Have the membership's thread look at transfers in flight until they have ended, so that other members see
-        their keys. Returns at once.
-        """
+        """Have the thread look at transfers in flight until they have ended, as caches do: then others see the keys."""
         with self._calls, self._lock:
             if not self._woken:
                 self._woken = True
@@ -394,6 +391,12 @@ class SharedPool(Closing):
             return self._slow[number]
         finally:
             del self._slow[number]
+
+    def use_weights(self, name: str) -> None:
+        """Tell the owner, and each that follows it, which weights this member uses."""
+        with self._calls, self._lock:
+            self._asked["weights"] = name
+        self.tell(Operation.WEIGHTS, name.encode("utf-8", "surrogatepass"), generation=self.generation)
 
     def tell(self, operation: Operation, payload: bytes, *, generation: int | None = None) -> None:
         """Send a message without an answer; wait `answer_seconds` at most until it is sent, and not until it is read.

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
+from kvoffload.cache.weights import namespace_of, split_namespace
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag, shown
 from kvoffload.internal.log import LOGGER
@@ -147,8 +148,9 @@ class DiskTier(ThreadedTier):
         with self._lock:  # of a put, slots are reserved for all keys when the first of them is written
             put = self._puts.get(origin.job)
             if put is None:
-                tenant = origin.tenant if origin.tenant in self._tenants else ""
-                put = self._puts[origin.job] = disk.reserve(origin.job.keys, tenant)
+                tenant, weights = split_namespace(origin.tenant)
+                namespace = namespace_of(tenant if tenant in self._tenants else "", weights)
+                put = self._puts[origin.job] = disk.reserve(origin.job.keys, namespace)
         payloads = {key: _views(each) for key, each in zip(keys, rows, strict=True) if key in put.slots}
         results = dict(zip(payloads, disk.write(put, list(payloads), list(payloads.values())), strict=True))
         known = zip(keys, disk.contains(keys), strict=True)
@@ -161,6 +163,10 @@ class DiskTier(ThreadedTier):
 
     def have_records(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys) if self._disk is None else self._disk.contains(keys)
+
+    def keep_weights(self, names: frozenset[str]) -> None:
+        if self._disk is not None:
+            self._disk.index.records.keep_weights(names)
 
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
         return self._here.remove(keys)

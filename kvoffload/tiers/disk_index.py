@@ -15,6 +15,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
+from kvoffload.cache.weights import MARK, lost_namespace
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers.files import Buffer
@@ -27,13 +28,14 @@ class DiskPut:
     """Slots for the new keys of one put call; from `DiskIndex.reserve`, until `DiskIndex.finish`.
 
     Attributes:
+        namespace: whose records they are, see `kvoffload.cache.weights`.
         slots: for each key to write. Keys that were present or declined have none.
         written: keys whose records are written.
         positions: place of each key in the put call.
     """
 
-    def __init__(self, reservation: Reservation, sequence: int) -> None:
-        self.reservation = reservation
+    def __init__(self, reservation: Reservation, namespace: str, sequence: int) -> None:
+        self.reservation, self.namespace = reservation, namespace
         self.slots = dict(zip(reservation.keys, reservation.indices, strict=True))
         self.written: set[bytes] = set()
         self.sequence = sequence
@@ -86,7 +88,7 @@ class DiskIndex:
         self._check_writes()
         with self._lock:
             reservation = self.index.reserve(keys, tenant=tenant)
-            put = DiskPut(reservation, self._next_sequence)
+            put = DiskPut(reservation, tenant, self._next_sequence)
             self._next_sequence = min(self._next_sequence + 1, MOST_SEQUENCE)
             self._writing.update(dict.fromkeys(put.slots, put))
         return put
@@ -103,9 +105,7 @@ class DiskIndex:
         puts = [
             SlotPut(put.slots[key], key, put.positions[key], views) for key, views in zip(keys, payloads, strict=True)
         ]
-        results = self.files.write(
-            puts, put.reservation.tenant, put.sequence, wanted=lambda key: self._writing.get(key) is put
-        )
+        results = self.files.write(puts, put.namespace, put.sequence, wanted=lambda key: self._writing.get(key) is put)
         put.written.update(key for key, result in zip(keys, results, strict=True) if result is True)
         return results
 
@@ -201,9 +201,14 @@ class DiskIndex:
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
-    """Return the tenant name per record, or "" if the tenant is gone. None: no record has a tenant."""
+    """Return the tenant name per record, or a text for its namespace, or "" if the tenant is gone. None: no
+    record has a tenant.
+    """
     known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
     found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
+    begins, mark = digests[:, 0], int.from_bytes(MARK, "little")
+    for begin in np.unique(begins[begins & 0xFFFFFFFF == mark]):
+        found[lost_namespace(begin.tobytes())] = begins == begin
     if not any(mask.any() for mask in found.values()):
         return None
     names = np.full(len(digests), "", dtype=object)

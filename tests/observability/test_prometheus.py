@@ -135,7 +135,7 @@ def test_statistics_of_a_cache_as_text(client: Any, registry: Any) -> None:
 
 def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     """A new field of the statistics needs its metric."""
-    labelled = ("tenants", "hits_from", "hints")
+    labelled = ("tenants", "hits_from", "hints", "weights")
     names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name not in labelled]
     histograms = ("residency_seconds", "reuse_distance_blocks")
     counts = {name: 1000 + index for index, name in enumerate(names) if name not in histograms}

@@ -265,7 +265,7 @@ def test_connections_that_do_not_ask_to_join_or_were_refused_are_dropped(
         with raw(owner.path, join=False) as refused:
             kind, why = refused.ask(Operation.JOIN, refused.asking(version=77))
             assert kind == Operation.REFUSED
-            assert why.startswith(b"CapabilityError: the owner speaks version 1, the member 77: ")
+            assert why.startswith(b"CapabilityError: the owner speaks version 2, the member 77: ")
             assert refused.cut_off()
         assert member.status([]) == [], "a member may be silent"
 

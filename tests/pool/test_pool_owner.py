@@ -169,7 +169,7 @@ def test_tenants_have_their_quotas_and_others_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": 2}, {"version": None}, {"fingerprint": "xy"}, {"fingerprint": "00"}, {"row_bytes": 0},
+        {"version": 1}, {"version": None}, {"fingerprint": "xy"}, {"fingerprint": "00"}, {"row_bytes": 0},
         {"tenant": 3}, {"row_bytes": 4095}, {"row_bytes": "x"}, {"row_bytes": None}, {"row_bytes": 1 << 50},
         {"row_bytes": -4096}, {"number": "x", "capacity": 10**30}, {"row_bytes": float("inf")}, {"row_bytes": 1e300},
     ],

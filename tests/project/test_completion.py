@@ -37,12 +37,12 @@ SHOWN = {
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds unfit",
     "BlockCache": (
         "acquire capacity check clear close drain engine fetch hint keep keys load locate lookup lookup_many "
-        "open_request promote remove reserve statistics status status_of store tier_statistics touch"
+        "open_request promote remove reserve statistics status status_of store tier_statistics touch use_weights"
     ),
     "CacheIndex": (
         "acquire capacity check clear close describe drain hint keys load locate lock lookup lookup_many "
         "max_load_blocks open_request promote records remove reserve restore statistics status status_below status_of "
-        "tier_statistics touch"
+        "tier_statistics touch use_weights"
     ),
     "SharedSlots": "array close host_memory note offer receive",
     "Promotion": "add_done_callback cancel done finished keys load ready release result wait",
@@ -53,8 +53,9 @@ SHOWN = {
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
         "attach bytes_per_call capabilities clear close contains count_corrupt drain exists flush get get_ended "
-        "has_record have_records max_queued name nbytes num_records pools put put_ended read_record read_records "
-        "record_bytes release remove remove_all remove_records start statistics threads warn write_record write_records"
+        "has_record have_records keep_weights max_queued name nbytes num_records pools put put_ended read_record "
+        "read_records record_bytes release remove remove_all remove_records start statistics threads warn write_record "
+        "write_records"
     ),
     "RouterEvents": ("cleared describe form lost medium not_described rank removed since stored take tokens_per_key"),
     "OwnedCache": "after arrays devices is_deleted layout memories nbytes shapes sharding unordered",

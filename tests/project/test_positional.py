@@ -85,7 +85,7 @@ POSITIONAL = {
     "ShardedEngine.when_done": "job callback",
     "SharedPool.ask": "operation payload",
     "SharedPool.ask_slowly": "operation payload wait",
-    "SharedPool.open": "engine recorder",
+    "SharedPool.open": "engine recorder weights",
     "SharedPool.tell": "operation payload",
 }
 

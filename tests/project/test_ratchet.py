@@ -28,15 +28,17 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_303,
+        29_240,
         "it was 36,248; `open_cache` has 340, sessions and hints 805, trees 120, packed loads in parts 60, growth 180, "
         "the codec 590, shared pools 1,920, of which vLLM's replicas have 270; finalizers, descriptors 90, the order "
-        "of memory in keys 40, headers and full stores 75, manners of the driver 55, errors of the door 60",
+        "of memory in keys 40, headers and full stores 75, manners of the driver 55, errors of the door 60, "
+        "weights 300",
     ),
     "files": Limit(
-        213,
+        214,
         "a class and its records are one file, and so is what is read together; hints have three, growth one, the "
-        "codec two, shared pools nine, vLLM's and the command's part of them one each, and full stores one",
+        "codec two, shared pools nine, vLLM's and the command's part of them one each, full stores one, "
+        "and weights one",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(

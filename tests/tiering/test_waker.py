@@ -13,6 +13,7 @@ from kvoffload.cache.tiering.below import ComputeTime
 from kvoffload.cache.tiering.promoter import Promoter
 from kvoffload.cache.tiering.promotion import PromotionRecord
 from kvoffload.cache.tiering.tier_manager import Waker
+from kvoffload.cache.weights import UsedWeights
 
 
 def waits(waker: Waker, seconds: float) -> threading.Thread:
@@ -67,8 +68,8 @@ def test_it_sleeps_no_longer_than_it_was_asked_to(monkeypatch: pytest.MonkeyPatc
 
 def test_a_look_after_which_no_promotion_waits_for_another_wakes_nothing() -> None:
     """Else the thread would look without end."""
-    index, woken = CacheIndex(4), list[bool]()
+    index, woken, weights = CacheIndex(4), list[bool](), UsedWeights()
     promoter = Promoter(index._records, [], ComputeTime(None), 4, lambda: woken.append(True))
-    promoter.begin(PromotionRecord([b"k"], "", None, lambda _: None))
+    promoter.begin(PromotionRecord([b"k"], "", None, lambda _: None, weights, weights.now))
     assert [record.ready for record in promoter.advance()] == [0]
     assert woken == []

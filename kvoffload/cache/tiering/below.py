@@ -161,6 +161,12 @@ class TierBelow:
             return TierStatistics()
         return statistics if isinstance(statistics, TierStatistics) else TierStatistics()
 
+    def keep_weights(self, names: frozenset[str]) -> None:
+        try:
+            self.tier.keep_weights(names)
+        except Exception as error:  # noqa: BLE001  # a tier of the user's
+            self._warn(error)
+
     # jobs ---------------------------------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[bytes], entries: Sequence[int], deadline: float | None, notify: Notify) -> TierJob:

@@ -55,7 +55,7 @@ class Promoter:
         """Take up a promotion: lease the keys in slots, and ask tiers for the others as far as that is worth it."""
         crowded = len(self.going_on) >= _MOST_PROMOTIONS
         self.going_on.append(record)
-        if not record.cancelled and not crowded:
+        if not record.cancelled and not record.outdated and not crowded:
             self._look(record, range(len(record.keys)))
 
     def advance(self) -> list[PromotionRecord]:
@@ -85,7 +85,8 @@ class Promoter:
             if record.awaited:  # keys that another promotion brings, or a transfer stores, may be there by now
                 self._look(record, record.awaited)
             late = record.deadline is not None and now >= record.deadline
-            over = late or record.cancelled
+            outdated = record.used.now is not record.weights
+            over = late or record.cancelled or outdated
             for get in list(record.gets):  # `_ask` adds to them
                 missed = self._collect(record, get, now)  # case 1
                 if get.left and not over and (get.late(now) or get.hangs(now)):  # case 3
@@ -93,7 +94,7 @@ class Promoter:
                 if missed:  # case 2; after the deadline no tier is asked, so that their entries become free
                     self._ask(record, sorted(missed), () if over else get.others)
             if record.goes_on and (over or record.broken):  # cases 5 and 4
-                self._stop(record, now, at_once=over, blame=late and not record.cancelled)
+                self._stop(record, now, at_once=over, blame=late and not (record.cancelled or outdated))
         ended = [record for record in self.going_on if not record.goes_on]
         for record in ended:
             record.count(self._records)

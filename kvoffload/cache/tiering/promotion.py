@@ -14,6 +14,7 @@ from kvoffload.cache.record_calls import RecordCalls
 from kvoffload.cache.reservations import CacheJob, Lease, LoadArguments
 from kvoffload.cache.tiering.below import ComputeTime, TierBelow
 from kvoffload.cache.tiering.tier import TierJob
+from kvoffload.cache.weights import UsedWeights, Weights
 from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.waiting import wait_until
@@ -87,6 +88,7 @@ class PromotionRecord:
         leases: hold the entries of keys that came, or were there.
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.
+        used, weights: of the cache; those that the keys are of.
         request: open, whose keys these are.
         tiers: by position, the name of the tier that brought the key.
         ended: whether `ready` is final.
@@ -101,10 +103,13 @@ class PromotionRecord:
         tenant: str,
         deadline: float | None,
         refuse_nested: Callable[[str], None],
+        used: UsedWeights,
+        weights: Weights,
         *,
         counted: bool = True,
     ) -> None:
         self.refuse_nested = refuse_nested
+        self.used, self.weights = used, weights
         self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
         self.request: RequestRecord | None = None
         self.tiers: dict[int, str] = {}
@@ -154,6 +159,11 @@ class PromotionRecord:
             self.brought = 0
 
     @property
+    def outdated(self) -> bool:
+        """Whether the cache has other weights by now, so that the keys are no hits."""
+        return self.used.now is not self.weights
+
+    @property
     def goes_on(self) -> bool:
         return bool(self.records or self.awaited)
 
@@ -173,7 +183,7 @@ class PromotionRecord:
 
 
 class Promotion(Waitable[int]):
-    """Leading keys of a request that tiers bring into entries, as many as come in time.
+    """Leading keys of a request that tiers bring into entries, as many as come in time. Made by `promote`.
 
     You can load the keys that came while others are on their way. They are not evicted while you hold the promotion:
     until `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take
@@ -186,7 +196,7 @@ class Promotion(Waitable[int]):
 
     def __init__(self, record: PromotionRecord, tiers: Tiers | None, load_after: Callable[..., ChainedLoad]) -> None:
         """`tiers`: of the cache, None if it has none; `load` calls `load_after` with the promotion in front."""
-        self.keys = tuple(record.keys)
+        self.keys = record.used.plain(record.keys) if record.used.names else tuple(record.keys)
         self._record = record
         self._tiers = tiers
         self._when_done = _CALL_AT_ONCE if tiers is None else tiers.when_done
@@ -194,8 +204,10 @@ class Promotion(Waitable[int]):
 
     @property
     def ready(self) -> int:
-        """How many leading keys can be loaded now. It only grows, and is final once `done` is True."""
-        return self._record.ready
+        """How many leading keys can be loaded now. It only grows, and is final once `done` is True. Once the cache uses
+        other weights it is 0.
+        """
+        return 0 if self._record.outdated else self._record.ready
 
     @property
     def done(self) -> bool:
@@ -216,7 +228,7 @@ class Promotion(Waitable[int]):
         """
         self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
-        return self._record.ready
+        return self.ready
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
         """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result returns
@@ -283,6 +295,8 @@ class PromotedLoad(Waitable[_R]):
         self._record: PromotionRecord | None = promotion._record
         self._arguments: LoadArguments | None = arguments
         self._tiers, self._when_done = promotion._tiers, promotion._when_done
+        self._used, self._weights = promotion._record.used, promotion._record.weights
+        self._hits: int | None = None  # what the caller was told
         self._job: CacheJob | None = None
         self._refused: BaseException | None = None  # why it could not be submitted
         self.submitted = False
@@ -321,7 +335,13 @@ class PromotedLoad(Waitable[_R]):
         if job is None:
             return ()
         job.wait(timeout)
-        return job.keys
+        return job.keys[: self._told(job)]
+
+    def _told(self, job: CacheJob | None) -> int:
+        """Return the hits for the caller, always the same: none, if the cache used other weights at the first time."""
+        if self._hits is None:
+            self._hits = 0 if job is None or self._used.now is not self._weights else len(job.keys)
+        return self._hits
 
     # for the manager ----------------------------------------------------------------------------------------------
 
@@ -333,7 +353,7 @@ class PromotedLoad(Waitable[_R]):
         try:
             if owns and self._tiers is not None and record.ready < len(record.keys):
                 self._tiers.compute.missed(record.keys[record.ready :])
-            if record.ready and load is not None and not (owns and record.cancelled):
+            if record.ready and load is not None and not record.outdated and not (owns and record.cancelled):
                 self._job = load(arguments.leading(record.ready))
         except BaseException as error:  # noqa: BLE001  # `wait` raises it
             if not (owns and isinstance(error, MissingKeyError)):  # removed since: a fetch then has no hits
@@ -419,8 +439,7 @@ class FetchJob(PromotedLoad[int]):
             The errors of `wait`, as far as they are known.
             RuntimeError: called inside another call in the same thread while it would wait.
         """
-        job = self._loading("hits")
-        return 0 if job is None else len(job.keys)
+        return self._told(self._loading("hits"))
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait on the host until the keys are loaded, and return `hits`: 0 also if the job was cancelled, or the cache

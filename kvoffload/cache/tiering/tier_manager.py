@@ -52,8 +52,10 @@ _MOST_ENDED = 256  # requests that wait for their stores
 
 _R = TypeVar("_R")
 
-Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | tuple[bytes, ...]"
-"""A promotion to begin, a load to chain, what happened, keys to demote, or those of a request that has ended."""
+Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | frozenset[str] | tuple[bytes, ...]"
+"""A promotion to begin, a load to chain, what happened, keys to demote, the names of the weights in use from now on, or
+the keys of a request that has ended.
+"""
 
 
 class Removal:
@@ -279,6 +281,9 @@ class TierManager:
             elif isinstance(message, Demotion):
                 self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
                 self._demoted.append(message)
+            elif isinstance(message, frozenset):
+                for below in self.tiers:
+                    below.keep_weights(message)
             else:
                 self._ended.append(message)
         closed = BreakerState.CLOSED

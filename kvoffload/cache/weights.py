@@ -1,0 +1,136 @@
+"""Which weights of the model the keys of a cache belong to: inside, the name of the weights is part of every key.
+
+A key of named weights has their *tag* in front: 16 bytes, a digest of the name. So a key of other weights is another
+key wherever keys are compared: in slots, in tiers and stores, in a shared pool. Keys of weights without a name have no
+tag.
+
+A tenant's keys of named weights are a *namespace*: a text that stands wherever the tenant's name would, "name of the
+tenant", NUL, "name of the weights". Namespaces have pools of their own (see `Pools`), so that the keys of weights that
+nobody uses give way first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.internal.checks import shown
+
+TAG_BYTES = 16
+_NUL = "\0"
+MARK = b"\xffkvw"  # begins the digest of a namespace of named weights, and hardly one of a tenant
+_MOST_NAMES = 4096  # that events still tell from a key
+
+
+def check_weights(name: str) -> str:
+    """Return the name of weights that a user gave. Raises TypeError, ValueError."""
+    if not isinstance(name, str):
+        raise TypeError(f'name must be a string such as "policy@step-1200", got {shown(name)}')
+    if _NUL in name:
+        raise ValueError(f"name must have no NUL character, got {shown(name)}")
+    return name
+
+
+@lru_cache(64)
+def tag_of(name: str) -> bytes:
+    """Return the bytes in front of the keys of these weights."""
+    if not name:
+        return b""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=TAG_BYTES, person=b"kvoffload weight").digest()
+
+
+def namespace_of(tenant: str, name: str) -> str:
+    """Return the namespace of a tenant in the keys of the weights of this name."""
+    return f"{tenant}{_NUL}{name}" if name else tenant
+
+
+def split_namespace(namespace: str) -> tuple[str, str]:
+    """Return the tenant of a namespace, and the name of the weights."""
+    tenant, _, name = namespace.partition(_NUL)
+    return tenant, name
+
+
+def is_namespace(name: str) -> bool:
+    """Whether this is a namespace of named weights, and no tenant's name."""
+    return _NUL in name
+
+
+def namespace_digest(namespace: str) -> bytes:
+    """Return 8 bytes for a namespace of named weights, for headers that outlive the process."""
+    return MARK + blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+
+
+def lost_namespace(digest: bytes) -> str:
+    """Return a text for the namespace with this digest, whose name is not known; "" if it is a tenant's digest."""
+    return 2 * _NUL + digest[:8].hex() if digest.startswith(MARK) else ""
+
+
+class Weights(NamedTuple):
+    """The weights that a call means: read once in a call, so that its keys and its namespace are of the same weights.
+
+    Attributes:
+        name: theirs; "": they have none.
+        tag: in front of their keys.
+        namespaces: of each tenant in their keys; empty without a name, since those are the tenants' names.
+    """
+
+    name: str = ""
+    tag: bytes = b""
+    namespaces: Mapping[str, str] = MappingProxyType({})
+
+    def namespace(self, tenant: str, request: object = None) -> str:
+        """Return the namespace of a tenant, whose name may be wrong. Keys of an open request are of the request's."""
+        return self.namespaces.get(tenant, tenant) if request is None and isinstance(tenant, str) else tenant
+
+
+class UsedWeights:
+    """The weights that a cache uses, and those that it has used.
+
+    Attributes:
+        now: the weights of the calls that begin now.
+        names: of weights used lately, by their tags.
+    """
+
+    def __init__(self) -> None:
+        self.now = Weights()
+        self.names: dict[bytes, str] = {}
+
+    def use(self, name: str, tenants: Iterable[str]) -> None:
+        if name:
+            self.names[tag_of(name)] = name
+            if len(self.names) > _MOST_NAMES:
+                del self.names[next(iter(self.names))]
+            self.now = Weights(name, tag_of(name), {tenant: namespace_of(tenant, name) for tenant in tenants})
+        else:
+            self.now = Weights()
+
+    def means(self, key: bytes) -> bool:
+        """Whether this is a key of the weights of now."""
+        return self.names.get(key[:TAG_BYTES], "") == self.now.name
+
+    def plain(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return the keys as the user knows them. (Where there are no `names`, hot paths need not ask.)"""
+        return tuple([key[TAG_BYTES:] if key[:TAG_BYTES] in self.names else key for key in keys])
+
+    def own(self, keys: Sequence[bytes], namespace: str) -> tuple[bytes, ...]:
+        """Return those of the keys that are of the same weights as a namespace, as the user knows them."""
+        name = split_namespace(namespace)[1]
+        return self.plain([key for key in keys if self.names.get(key[:TAG_BYTES], "") == name])
+
+    def telling(self, hook: Callable[[CacheEvent], None]) -> Callable[[CacheEvent], None]:
+        """Return a hook that tells the user's hook of an event: its keys without tags, those of each weights apart."""
+
+        def tell(event: CacheEvent) -> None:
+            if not (self.names and event.keys):
+                hook(event)
+                return
+            tenant = split_namespace(event.tenant)[0]
+            for name, keys in groupby(event.keys, lambda key: self.names.get(key[:TAG_BYTES], "")):
+                hook(CacheEvent(event.kind, self.plain(list(keys)), tenant, name))
+
+        return tell
