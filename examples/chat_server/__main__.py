@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from paged_decode.backend import ONE_ALGORITHM
@@ -57,6 +58,7 @@ def options() -> argparse.Namespace:
     add("--codec", choices=("raw", "bf16-12"), default="raw", help="of the pool and the disk; bf16-12 needs bfloat16")
     add("--disk", type=Path, help="a file for blocks; with --disk-bytes")
     add("--disk-bytes", type=size, default=0, help="its size")
+    add("--weights", type=Path, help="a folder with GGUF files of other weights, which POST /weights names")
     add("--no-offload", action="store_true", help="only the cache on the device")
     add("--share-generated", action="store_true", help="share blocks of answers, too: see engine.py")
     add("--host", default="127.0.0.1")
@@ -115,7 +117,8 @@ def main() -> int:
             says("compile a step for prompts, and one for answers")
             engine.warm_up()
             says(f"{chosen.model} on http://{chosen.host}:{listening.getsockname()[1]}")
-            app = ChatServer(engine, Tokenizer(file.metadata), chosen.model).app
+            load = partial(models.other_weights, chosen.model, dtype=dtype, folder=chosen.weights)
+            app = ChatServer(engine, Tokenizer(file.metadata), chosen.model, load).app
             limits = {"limit_concurrency": 1024, "timeout_graceful_shutdown": 5}
             try:
                 uvicorn.Server(uvicorn.Config(app, log_level="warning", **limits)).run([listening])

@@ -53,6 +53,11 @@ class DeviceBlocks:
         if self._blocks.setdefault(key, block) == block:
             self._keys[block] = key
 
+    def forget(self) -> None:
+        """No block holds what its key says any more: the weights have changed."""
+        self._keys = [None] * len(self._keys)
+        self._blocks.clear()
+
     def give_back(self, blocks: Sequence[int]) -> None:
         """A request uses these blocks no more. The end of a prefix, given last, is of use to fewer, and goes first."""
         for block in reversed(blocks):

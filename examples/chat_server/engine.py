@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -117,6 +118,7 @@ class Engine:
         self.blocks = DeviceBlocks(options.device_blocks)
         self.error: BaseException | None = None
         self._size, self._weights = size, weights
+        self._next: tuple[str, dict[str, Any], threading.Event] | None = None  # weights that come before the next step
         self._changed, self._closing = threading.Condition(), False
         self._thread: threading.Thread | None = None
         shapes = cache_shapes(size, options.device_blocks)
@@ -196,6 +198,23 @@ class Engine:
             request.cancelled = True
             self._changed.notify()
 
+    def use_weights(self, name: str, weights: dict[str, Any]) -> None:
+        """Compute with these weights from the next step on; returns when the thread has changed them. Requests that are
+        being answered keep what they have said, and go on from there: their blocks are computed again.
+
+        Raises:
+            RuntimeError: the engine is closed, or its thread has ended with `error`.
+        """
+        done = threading.Event()
+        with self._changed:
+            if self._closing or self._next is not None:
+                raise RuntimeError("the engine is closed, or is changing its weights")
+            self._next = (name, weights, done)
+            self._changed.notify()
+        done.wait()
+        if self.error is not None:
+            raise RuntimeError(f"the engine has ended: {self.error!r}")
+
     # the thread ---------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
@@ -213,7 +232,7 @@ class Engine:
             while not self._closing:
                 if not self.step():
                     with self._changed:
-                        if not self._closing:
+                        if not self._closing and self._next is None:
                             self._changed.wait(IDLE_SECONDS if self.waiting or self.running else None)
         except BaseException as error:  # all requests end with it
             self.error = error
@@ -224,6 +243,8 @@ class Engine:
         self._closing = True
         for request in [*self.running, *self.waiting]:
             self._finish(request, "cancelled" if self.error is None else "error")
+        if self._next is not None:
+            self._next[2].set()
 
     def close(self) -> None:
         """End all requests, write what the disk has not got yet, and free everything. Idempotent."""
@@ -249,6 +270,8 @@ class Engine:
         """Admit who fits, then compute a chunk of one prompt, and a token of each sequence that decodes. False if there
         was nothing to compute.
         """
+        if self._next is not None:
+            self._change_weights(*self._next)
         self._drop_cancelled()
         while self.waiting and len(self.running) < self.options.batch and self._admit(self.waiting[0]):
             pass
@@ -257,6 +280,23 @@ class Engine:
                 self._collect(request)
         computed = self._prefill()
         return self._decode() or computed
+
+    def _change_weights(self, name: str, weights: dict[str, Any], done: threading.Event) -> None:
+        """Between two steps: nothing that was computed with the weights before is used any more."""
+        for request in reversed(self.running[:]):
+            if request.job is not None:
+                request.job.cancel()
+                with suppress(kvoffload.KVOffloadError):
+                    request.job.wait()  # it may be writing the blocks
+            request.job, request.fetching, request.of_session = None, [], None
+            self._send_back(request)
+        for request in self.waiting:
+            request.of_session = None  # opened again: what an open request stores is of the weights before
+        self.blocks.forget()
+        if self.cache is not None:
+            self.cache.use_weights(name)
+        self._weights, self._next = weights, None
+        done.set()
 
     def _drop_cancelled(self) -> None:
         with self._changed:

@@ -64,8 +64,8 @@ def read_weights(file: GgufFile, dtype: str) -> dict[str, Any]:
     return {"layers": [layer(f"blk.{number}") for number in range(size.layers)], **ends}
 
 
-def random_weights(size: ModelSize, dtype: str) -> dict[str, Any]:
-    keys = iter(jax.random.split(jax.random.key(0), 4 * size.layers + 2))
+def random_weights(size: ModelSize, dtype: str, seed: int = 0) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(seed), 4 * size.layers + 2))
 
     def draw(shape: Sequence[int]) -> Any:
         return jax.random.normal(next(keys), shape, dtype) * shape[-2] ** -0.5

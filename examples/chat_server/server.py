@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ USED = {"messages", "model", "max_tokens", "max_completion_tokens", "temperature
 NEUTRAL = {"n": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}  # what others may be set to
 
 
+LoadWeights = Callable[[str], dict[str, Any]]
+
+
 class RefusedError(Exception):
     """What a client gets instead of an answer."""
 
@@ -51,10 +54,11 @@ class ChatServer:
 
     Args:
         name: the model's, for clients.
+        load: returns the weights of a name, for `/weights`; raises ValueError: there are none. None: they never change.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str) -> None:
-        self._engine, self._tokenizer, self._name = engine, tokenizer, name
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str, load: LoadWeights | None = None) -> None:
+        self._engine, self._tokenizer, self._name, self._load = engine, tokenizer, name, load
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(EngineCollector(engine))
         self._first_token = prometheus_client.Histogram(
@@ -72,6 +76,7 @@ class ChatServer:
             Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": models})),
             Route("/metrics", self._metrics),
             Route("/health", self._health),
+            Route("/weights", self._use_weights, methods=["POST"]),
             Route("/", lambda _: HTMLResponse(page)),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
@@ -92,6 +97,23 @@ class ChatServer:
         """200 while requests are answered; 503 once the engine has ended, and why."""
         serving, error = self._engine.serving, self._engine.error
         return JSONResponse({"serving": serving, "error": error and repr(error)}, 200 if serving else 503)
+
+    async def _use_weights(self, http: HttpRequest) -> Response:
+        """Answer with the weights of another name from now on: {"name": "policy@step-1200"}; "": those of the start."""
+        try:
+            name = (await _body(http)).get("name")
+            if self._load is None or not isinstance(name, str):
+                raise RefusedError(f"name must be that of weights that this server can load, got {name!r:.80}")
+            try:
+                weights = await asyncio.to_thread(self._load, name)
+                await asyncio.to_thread(self._engine.use_weights, name, weights)
+            except ValueError as error:
+                raise RefusedError(str(error), 404, "weights_not_found") from None
+            except RuntimeError as error:
+                raise RefusedError(str(error), 503, "overloaded") from None
+            return JSONResponse({"weights": name})
+        except RefusedError as refused:
+            return JSONResponse(refused.body, refused.status)
 
     async def _chat(self, http: HttpRequest) -> Response:
         try:

@@ -223,6 +223,38 @@ def test_a_thread_serves_until_the_engine_is_closed() -> None:
     engine.close()
 
 
+def answers(engine: Any) -> list[list[int]]:
+    """Of an engine that has a thread, to prompts that begin alike."""
+    requests = [ask(engine, prompt(0, 40) + prompt(number, 20)) for number in range(4)]
+    return [list(request) for request in requests]
+
+
+def test_after_a_change_of_weights_answers_are_those_of_a_server_that_began_with_them() -> None:
+    from chat_server import llama
+
+    with engine_of(device_blocks=60, offload=False) as plain, engine_of(device_blocks=18) as engine:
+        of = {name: llama.random_weights(engine._size, "float32", seed) for seed, name in enumerate(("", "one"))}
+        expected = {}
+        for each in (plain, engine):
+            each.start()
+        for name, weights in of.items():
+            plain.use_weights(name, weights)
+            expected[name] = answers(plain)
+        assert expected[""] != expected["one"]
+        for name in ("", "one", "", "one"):
+            engine.use_weights(name, of[name])
+            found = engine.counts["host"]
+            assert answers(engine) == expected[name]
+        assert engine.counts["host"] > found, "blocks of weights that are back"
+        halfway = ask(engine, prompt(7, 40), 100)
+        next(iter(halfway))
+        engine.use_weights("", of[""])
+        assert 1 + len(list(halfway)) == 100, "it goes on with the new weights"
+        assert answers(engine) == expected[""]
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.use_weights("one", of["one"])
+
+
 def test_an_error_of_the_thread_ends_all_requests() -> None:
     def deliver(token: int | None) -> None:
         if token is not None:

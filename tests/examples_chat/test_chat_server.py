@@ -227,6 +227,27 @@ def test_health_says_what_ended_the_engine() -> None:
     assert (answer.status_code, answer.json()) == (503, {"serving": False, "error": "OSError('a step')"})
 
 
+def test_weights_are_changed_by_name() -> None:
+    from chat_server import llama
+    from chat_server.server import ChatServer
+    from starlette.testclient import TestClient
+
+    def load(name: str) -> dict[str, Any]:
+        if name == "none":
+            raise ValueError("there are no weights 'none'")
+        return llama.random_weights(engine._size, "float32", len(name))
+
+    engine = engine_of()
+    tokenizer: Any = None
+    with TestClient(ChatServer(engine, tokenizer, "tiny", load).app) as there:
+        for name, status in (("one", 200), ("", 200), (3, 400), ("none", 404)):
+            answer = there.post("/weights", json={"name": name})
+            assert answer.status_code == status, answer.text
+        assert engine.cache.statistics().weights == ""
+    with TestClient(ChatServer(engine_of(), tokenizer, "tiny").app) as there:
+        assert there.post("/weights", json={"name": "one"}).status_code == 400
+
+
 # mistakes at the start
 
 

@@ -41,6 +41,16 @@ END = "\n--- end of a run\n"
 # on the simulated device
 
 
+@pytest.mark.skipif(not HAS_JAX, reason="jax is not installed")
+@pytest.mark.parametrize(("steps", "options", "computed"), [(2, (), "1.000"), (3, ("--adapter",), "0.764")])
+def test_rollouts_between_changes_of_weights_are_those_of_an_unbounded_cache(
+    steps: int, options: tuple[str, ...], computed: str
+) -> None:
+    """One that computes everything again after a change, also for weights that come back."""
+    output = run("jax_rollouts.py", "--steps", str(steps), *options)
+    assert f"\n0 tokens differ; prompt tokens computed: {computed} of those of an unbounded cache" in output
+
+
 def check_simulated(output: str, layout: str) -> None:
     check_run(output, PREFETCHED, ON_DEMAND)
     assert f"layout='{layout}'" in output
