@@ -57,6 +57,7 @@ SEARCH = {  # page of the site: words for which it should be the first result, a
     "guides/tracing.md": ["OpenTelemetry", "logging", "NVTX", "debug"],
     "guides/tune-a-machine.md": ["slow", "tune", "performance"],
     "guides/vllm.md": ["vLLM"],
+    "guides/weights-that-change.md": ["RL", "RLHF", "rollouts", "training", "LoRA", "adapter", "reload", "revision"],
     "guides/what-would-it-save.md": ["replay", "trace", "ShareGPT", "Azure"],
     "guides/what-a-disk-brings.md": ["wear", "endurance", "TBW"],
     "how/interrupts.md": ["Ctrl-C", "KeyboardInterrupt", "SIGINT", "SIGTERM", "signal", "exceptions", "TransferError"],

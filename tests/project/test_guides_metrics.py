@@ -36,6 +36,7 @@ FLOWS: dict[str, list[tuple[int, dict[str, int]]]] = {
     "asyncio": [(18, {"host": 6})],
     "agents": [(83, {"host": 22})],
     "a third more memory": [(2, {"host": 2})],
+    "weights": [(16, {"host": 8})],
 }
 WITH_TIERS = [name for name in FLOWS if "tiers=" in BLOCKS[name].code]
 NOTHING_IS_ASKED_FOR = {"events for routers"}
