@@ -204,14 +204,10 @@ def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
     """Return the tenant name per record, or a text for its namespace, or "" if the tenant is gone. None: no
     record has a tenant.
     """
-    known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
-    found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
-    begins, mark = digests[:, 0], int.from_bytes(MARK, "little")
-    for begin in np.unique(begins[begins & 0xFFFFFFFF == mark]):
-        found[lost_namespace(begin.tobytes())] = begins == begin
-    if not any(mask.any() for mask in found.values()):
-        return None
     names = np.full(len(digests), "", dtype=object)
-    for name, mask in found.items():
-        names[mask] = name
-    return list(names)
+    for name in filter(None, tenants):
+        names[(digests == as_pairs(tenant_digest(name))[0]).all(axis=1)] = name
+    marked = digests[:, 0] & 0xFFFFFFFF == int.from_bytes(MARK, "little")
+    begins, places = np.unique(digests[marked, 0], return_inverse=True)  # one pass, however many namespaces
+    names[marked] = np.array([lost_namespace(begin.tobytes()) for begin in begins], dtype=object)[places]
+    return list(names) if any(names) else None
