@@ -195,6 +195,9 @@ class FaultyTier(ThreadedTier):
                 self._torn.add(key)
         return self.inner.write_records([key], [rows], origin)[0]
 
+    def keep_weights(self, names: frozenset[str]) -> None:
+        self.inner.keep_weights(names)
+
     def put_ended(self, job: TierJob) -> None:
         self.inner.put_ended(job)
 
