@@ -12,6 +12,7 @@ nobody uses give way first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby
@@ -130,7 +131,10 @@ class UsedWeights:
                 hook(event)
                 return
             tenant = split_namespace(event.tenant)[0]
-            for name, keys in groupby(event.keys, lambda key: self.names.get(key[:TAG_BYTES], "")):
-                hook(CacheEvent(event.kind, self.plain(list(keys)), tenant, name))
+            groups = groupby(event.keys, lambda key: self.names.get(key[:TAG_BYTES], ""))
+            events = [CacheEvent(event.kind, self.plain(list(keys)), tenant, name) for name, keys in groups]
+            with ExitStack() as stack:  # if the hook raises, it still hears of the others
+                for each in reversed(events):
+                    stack.callback(hook, each)
 
         return tell

@@ -13,7 +13,7 @@ from seeds import seeds
 from session_host import TURN, Host
 from worlds import Fifo
 
-from kvoffload import CacheEvent, CacheIndex, MissingKeyError, Status, Tenant
+from kvoffload import CacheEvent, CacheIndex, KVOffloadWarning, MissingKeyError, Status, Tenant
 
 FOUR = keys(0, 1, 2, 3)
 
@@ -322,6 +322,23 @@ def test_statistics_count_tenants_and_name_the_weights() -> None:
     statistics = index.statistics()
     assert (statistics.weights, statistics.of_other_weights) == ("two", 4)
     assert [(name, counts.stored) for name, counts in statistics.tenants] == [("a", 8)]
+
+
+def test_a_hook_that_raises_hears_of_the_keys_of_all_weights() -> None:
+    told: list[str] = []
+
+    def hook(event: CacheEvent) -> None:
+        if event.kind == "removed":
+            told.append(event.weights)
+            raise ValueError
+
+    index = CacheIndex(4, on_event=hook)
+    for name in ("one", "two"):
+        index.use_weights(name)
+        store(index, FOUR[:2])
+    with pytest.warns(KVOffloadWarning, match="on_event raised"):
+        index.clear()
+    assert told == ["one", "two"]
 
 
 # refusals
