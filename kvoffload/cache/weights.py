@@ -25,6 +25,7 @@ from kvoffload.internal.checks import shown
 TAG_BYTES = 16
 _NUL = "\0"
 MARK = b"\xffkvw"  # begins the digest of a namespace of named weights, and hardly one of a tenant
+LONGEST_NAME = 512  # characters: with identity and tenant it fits into one message to the owner of a shared pool
 _MOST_NAMES = 4096  # that events still tell from a key
 
 
@@ -32,8 +33,8 @@ def check_weights(name: str) -> str:
     """Return the name of weights that a user gave. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f'name must be a string such as "policy@step-1200", got {shown(name)}')
-    if _NUL in name:
-        raise ValueError(f"name must have no NUL character, got {shown(name)}")
+    if _NUL in name or len(name) > LONGEST_NAME:
+        raise ValueError(f"name must have at most {LONGEST_NAME} characters, and no NUL character, got {shown(name)}")
     return name
 
 

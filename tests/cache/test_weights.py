@@ -346,7 +346,7 @@ def test_a_hook_that_raises_hears_of_the_keys_of_all_weights() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error", "says"),
-    [(None, TypeError, "name must be a string"), (b"one", TypeError, "name must"), ("a\0b", ValueError, "no NUL")],
+    [(None, TypeError, "name must be a string"), (b"one", TypeError, "name must"), ("a\0b", ValueError, "no NUL"), ("a" * 513, ValueError, "at most 512")],
 )
 def test_what_is_no_name_is_refused(name: Any, error: type[Exception], says: str) -> None:
     index = CacheIndex(4)
