@@ -243,8 +243,7 @@ class KeyCache(Closing):
         if session is not None and not isinstance(session, str):
             raise TypeError(f"session must be a string or None, got {session!r:.80}")
 
-        namespace = self._weights.now.namespace(tenant)
-        return self._records.open_request((namespace, session, None if self._tiers is None else self._tiers.post))
+        return self._records.open_request((tenant, session, None if self._tiers is None else self._tiers.post))
 
     def hint(
         self, action: Action, *, session: str, tenant: str = "", ttl: float | None = None, due: float | None = None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, RequestPolicy, Room, make_policy
 from kvoffload.cache.policies.promised import Promise, Promised
-from kvoffload.cache.weights import lost_namespace, namespace_digest, namespace_of, split_namespace
+from kvoffload.cache.weights import Weights, lost_namespace, namespace_digest, namespace_of, split_namespace
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal.checks import at_least
 
@@ -43,9 +43,11 @@ class RequestRecord:
 
     __slots__ = ("__weakref__", "ended", "keys", "notes", "of_session", "on_end", "owner", "tenant", "weights")
 
-    def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None) -> None:
+    def __init__(
+        self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None] | None, weights: Weights
+    ) -> None:
         self.owner = owner
-        self.tenant, self.weights = tenant, split_namespace(tenant)[1]
+        self.tenant, self.weights = tenant, weights
         self.on_end = on_end
         self.keys: dict[bytes, None] = {}
         self.notes: dict[object, dict[Any, Any]] = {}

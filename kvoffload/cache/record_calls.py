@@ -352,8 +352,9 @@ class RecordCalls:
     def open_request(self, given: tuple[str, str | None, Callable[[tuple[bytes, ...]], None] | None]) -> CacheRequest:
         """Open a request. `given`: tenant, session, and what is called with the keys at the end."""
         (tenant, session, on_end), state = given, self._state
+        tenant = state.weights.now.namespace(tenant)
         state.pools.of(tenant)
-        record = RequestRecord(state, tenant, on_end)
+        record = RequestRecord(state, tenant, on_end, state.weights.now)
         state.open_request(record, session)
         return CacheRequest(self, record)
 
@@ -382,7 +383,7 @@ class RecordCalls:
         """
         (hint, has_tiers), state = given, self._state
         state.pools.of(hint.tenant)
-        request = RequestRecord(state, hint.tenant, None)
+        request = RequestRecord(state, hint.tenant, None, state.weights.now)
         state.consistent = False
         sessions = state.with_sessions()
         answer, keys = sessions.execute(hint, has_tiers)

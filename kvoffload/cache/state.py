@@ -222,7 +222,7 @@ class CacheState:
             new = new[: pool.max_blocks - table.pool_numbers(present).count(pool.number)]  # if the present ones stay
         victims: Victims = []
         free, short = table.num_free, False
-        if not table.capacity or (opened is not None and opened.weights not in self.pools.in_use):
+        if not table.capacity or (opened is not None and opened.weights is not self.weights.now):
             new, short = [], bool(missing) and not table.capacity  # what it computes depends on the weights before, too
         policy = pool.policy if opened is None or not new else pool.policy_for(opened)
         if new and (len(new) > free or pool.selective):

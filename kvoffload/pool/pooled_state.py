@@ -141,7 +141,7 @@ class PooledState(CacheState):
         named, namespace = self.pools.of(tenant), self.weights.now.namespace(self.pool.tenant)
         record = ReservationRecord(named, namespace, [], (), [], [], named.policy, self.num_groups)
         self.proposed = record
-        if opened is not None and opened.weights not in self.pools.in_use:
+        if opened is not None and opened.weights is not self.weights.now:
             record.declined = keys  # as in `CacheState.propose`
             keys = []
         if not keys:
@@ -452,7 +452,7 @@ class PoolRecordCalls(RecordCalls):
         answer = self._pool.ask(Operation.HINT, json.dumps(hint._asdict()).encode())
         said = hint.declined(_NO_OWNER) if answer is None else HintAnswer(*json.loads(answer))
         self._answers[f"{said.action} {said.outcome}"] += 1
-        return said, [], RequestRecord(self._state, hint.tenant, None)
+        return said, [], RequestRecord(self._state, hint.tenant, None, self.weights.now)
 
     @guarded
     def hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:

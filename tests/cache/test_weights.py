@@ -132,6 +132,9 @@ def test_an_open_request_stores_nothing_more_once_the_weights_have_changed() -> 
         assert (late.keys, list(late.declined), late.short) == ((), FOUR, False)
     with index.open_request(tenant="a") as request, index.reserve(FOUR, request=request) as made:
         assert len(made.keys) == 4
+        index.use_weights("one")
+        index.use_weights("two")
+        assert index.reserve(keys(9), request=request).keys == (), "it may have computed with both"
     index.check()
 
 

@@ -213,7 +213,7 @@ def test_the_owner_hears_of_requests_that_were_dropped_without_a_session_too() -
     pool = Restarting()
     state = PooledState(pool, StatisticsRecorder(8, None), None, 0)
     for _ in range(1000):
-        state.open_request(RequestRecord(state, "", None), None)
+        state.open_request(RequestRecord(state, "", None, state.weights.now), None)
     told = [operation for operation, _ in pool.told]
     assert told.count(Operation.OPEN) - told.count(Operation.END) <= 64
 
