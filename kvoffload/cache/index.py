@@ -153,7 +153,7 @@ class CacheIndex(KeyCache):
         already. For programs that find them there after a restart. Reports no event. The arguments are not kept.
 
         Args:
-            keys: the oldest request's first; within a request in its order.
+            keys: of weights without a name. The oldest request's first; within a request in its order.
             entries: int64, (keys,): different numbers below `capacity`.
             requests: int64, (keys,): the same number for keys of one request.
             tenants: the tenant of each key; a name that this index does not know stands for "". None: all "".

@@ -287,7 +287,7 @@ class KeyCache(Closing):
                 raise ValueError(f"{name} must be seconds above 0, got {seconds!r:.80}")
         if action in ("demote", "prefetch"):
             self._check_open()
-        self._state.pools.of(tenant)
+        self._state.pools.tenant(tenant)
         weights = self._weights.now
         tenant = weights.namespace(tenant)
         due = None if due is None else to_wait("due", due)
@@ -314,16 +314,16 @@ class KeyCache(Closing):
         is loaded, for you to throw away. Open requests, which depend on both weights, store nothing more.
 
         Args:
-            name: any text without NUL, such as "policy@step-1200", the same for the same weights in all processes that
-                share a tier, a store or a pool; "", as before the first call: no name.
+            name: at most 512 characters without NUL, such as "policy@step-1200", the same for the same weights in all
+                processes that share a tier, a store or a pool; "", as before the first call: no name.
 
         Raises:
-            TypeError, ValueError: no such text. RuntimeError: called inside another call. ClosedError: it is closed.
+            TypeError, ValueError: no such text. RuntimeError: called inside another call. ClosedError: a forked child.
         """
-        if check_weights(name) != self._weights.now.name:
-            self._records.use_weights(name)
-            if self._tiers is not None:
-                self._tiers.post(frozenset({name}))
+        check_weights(name)
+        locked(self._records, lambda state: state.use_weights(name))
+        if self._tiers is not None:
+            self._tiers.post(self._weights.in_use)
 
     def reserve(
         self,
@@ -438,7 +438,7 @@ class KeyCache(Closing):
         if counted is not True:
             flag("counted", counted)
         if tenant != "":
-            self._state.pools.of(tenant)
+            self._state.pools.tenant(tenant)
         self._check_open()
         until, tiers = None if wait is None else time.monotonic() + wait, self._tiers
         namespace = weights.namespace(tenant) if weights.tag else tenant

@@ -74,7 +74,6 @@ class Pool:
         released: whether its keys were released.
         weights: the name of those that the keys are of.
         usual: its priority while these are in use.
-        names: texts under which `Pools.by_tenant` has it.
         gone: whether its number is for another pool.
     """
 
@@ -92,7 +91,6 @@ class Pool:
         self.make = make  # None: the policy is the caller's own object
         self.priority = self.usual = priority
         self.weights = weights
-        self.names: list[str] = []
         self.gone = False
         self.max_blocks = max_blocks
         self.stale = False
@@ -209,9 +207,7 @@ class Pools:
         self.by_tenant: dict[str, Pool] = {}  # and by namespace
         self.in_use: frozenset[str] = frozenset({""})  # names of weights
         self._unused: dict[int, Pool] = {}  # of other weights, by number: the first went out of use first
-        self._shared: dict[tuple[str, int], Pool] = {}  # by weights and priority
         self._beside: dict[tuple[int, bool], Pool] = {}
-        self._numbers: list[int] = []  # of pools that are gone
         self._default = 0  # the number of the pool of "" in weights that are in use
         for name in self.tenants:
             self.of(name)
@@ -252,8 +248,9 @@ class Pools:
         pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
         return self._made_for(tenant) if pool is None else pool
 
-    def _made_for(self, namespace: str) -> Pool:
-        name, weights = split_namespace(namespace) if isinstance(namespace, str) else (namespace, "")
+    def tenant(self, namespace: str) -> Tenant:
+        """Return the tenant of a namespace. Needs no lock. Raises ValueError: there is no such one."""
+        name, _ = split_namespace(namespace) if isinstance(namespace, str) else (namespace, "")
         tenant = self.tenants.get(name) if isinstance(name, str) else None
         if tenant is None:
             known = ", ".join(map(repr, sorted(self.tenants)))
@@ -261,22 +258,25 @@ class Pools:
                 f"tenant must be one of {known}, got {name!r:.80}; name others in tenants= of the "
                 "cache, or attach to a shared pool as one of its owner's"
             )
-        quota, shared = tenant.max_blocks, (weights, tenant.priority)
-        pool = self._shared.get(shared) if quota is None else None
-        if pool is None and weights and quota is None:  # its keys may be there from before this process
-            pool = self.by_tenant.get(lost_namespace(namespace_digest(namespace)))
-            if pool is not None:
-                pool.weights, pool.usual = weights, tenant.priority
-        if pool is None and weights and isinstance(self._policy, Policy):
+        return tenant
+
+    def _made_for(self, namespace: str) -> Pool:
+        tenant = self.tenant(namespace)
+        name, weights = split_namespace(namespace)
+        lost = self.by_tenant.get(lost_namespace(namespace_digest(namespace))) if weights else None
+        if lost is not None:  # with keys from before this process
+            lost.weights, lost.usual = weights, tenant.priority
+            self._place(lost)
+        quota, alike = tenant.max_blocks, (weights, tenant.priority, None, None, False)
+        shared = [one for one in self.all if (one.weights, one.usual, one.max_blocks, one.beside, one.gone) == alike]
+        pool = shared[0] if shared and quota is None else None
+        if weights and isinstance(self._policy, Policy):
             pool = self.by_tenant[name]
         if pool is None:
             policy = self._policy
             make = None if isinstance(policy, Policy) else self._making(quota)
             made = make_policy(policy, self._most) if make is None else make()
             pool = self._add(made, make, tenant.priority, quota, weights)
-        if quota is None:
-            self._shared[shared] = pool
-        pool.names.append(namespace)
         self.by_tenant[namespace] = pool
         self._place(pool)
         return pool
@@ -289,7 +289,7 @@ class Pools:
         self, policy: Policy, make: Callable[[], Policy] | None, priority: float, quota: int | None, weights: str
     ) -> Pool:
         """Add a pool under a number that is free."""
-        number = self._numbers.pop() if self._numbers else len(self.all)
+        number = next((pool.number for pool in self.all if pool.gone), len(self.all))
         pool = Pool(number, policy, make, priority, quota, weights)
         self.all[number : number + 1] = [pool]
         self._place(pool)
@@ -304,42 +304,35 @@ class Pools:
         A policy that is the caller's own object orders the keys of all weights alike.
         """
         self.in_use = names
-        for namespace in [namespace_of(tenant, name) for name in names for tenant in self.tenants]:
-            if lost_namespace(namespace_digest(namespace)) in self.by_tenant:
-                self.of(namespace)
-        self.arrange()
+        for pool in self.all:
+            if not pool.gone:
+                self._place(pool)
+        self._drop_unused()
+        for name in names:
+            self._default, *_ = [self.of(namespace_of(tenant, name)).number for tenant in self.tenants]
 
     @property
     def of_other_weights(self) -> int:
         """How many keys are of weights that are not in use."""
         return sum(len(pool.policy) for pool in self._unused.values())
 
-    def arrange(self) -> None:
-        """Have priorities follow `in_use`, and drop pools without keys of weights that are not in use."""
-        for pool in self.all:
-            if not pool.gone:
-                self._place(pool)
-                if pool.number in self._unused and not len(pool.policy):
-                    self._drop(pool)
-
     def _place(self, pool: Pool) -> None:
         if pool.weights in self.in_use or isinstance(self._policy, Policy):
             pool.priority = pool.usual
             self._unused.pop(pool.number, None)
-            if namespace_of("", pool.weights) in pool.names:
-                self._default = pool.number
         else:
             pool.priority = -inf
             self._unused.setdefault(pool.number, pool)
 
-    def _drop(self, pool: Pool) -> None:
-        pool.gone = True
-        for name in pool.names:
-            self.by_tenant.pop(name, None)
-        self._shared = {key: each for key, each in self._shared.items() if each is not pool}
-        self._beside = {key: each for key, each in self._beside.items() if pool not in (each, each.beside)}
-        self._unused.pop(pool.number, None)
-        self._numbers.append(pool.number)
+    def _drop_unused(self) -> None:
+        """Drop pools without keys of weights that are not in use, unless one beside them has keys."""
+        needed = {pool.beside for pool in self.all if len(pool.policy)}
+        gone = {pool for pool in self._unused.values() if not len(pool.policy)} - needed
+        self.by_tenant = {name: each for name, each in self.by_tenant.items() if each not in gone}
+        self._beside = {key: each for key, each in self._beside.items() if gone.isdisjoint((each, each.beside))}
+        self._unused = {number: each for number, each in self._unused.items() if each not in gone}
+        for pool in gone:
+            pool.gone = True  # last: after an interrupt it is dropped again
 
     def split(self, keys: list[bytes], numbers: Sequence[int | None]) -> list[tuple[Pool, list[bytes]]]:
         """Split keys by the pool that knows them. `numbers`: each one's pool; keys that none knows (None) go with the

@@ -358,11 +358,6 @@ class RecordCalls:
         state.open_request(record, session)
         return CacheRequest(self, record)
 
-    @guarded
-    def use_weights(self, name: str) -> None:
-        """Have calls mean these weights from now on, and let the keys of all others go first."""
-        self._state.use_weights(name)
-
     def keep_weights(self, names: frozenset[str]) -> None:
         """Let the keys of all other weights than these go first from now on: of an index with keys of several."""
         locked(self, lambda state: state.keep_weights(names))

@@ -150,7 +150,7 @@ class CacheState:
     def repair(self) -> None:
         """Make derived state and the policies agree with the truth. May be interrupted and called again."""
         self.awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
-        self.pools.arrange()
+        self.pools.use(self.weights.in_use)
         if self.sessions is not None:
             self.sessions.recount()
         self.consistent = True
@@ -175,14 +175,18 @@ class CacheState:
             del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
 
     def use_weights(self, name: str) -> None:
-        """Have calls mean these weights from now on."""
-        self.keep_weights(frozenset({name}))
-        self.weights.use(name, self.pools.tenants)
-        self.recorder.note_weights(name)
+        """Have calls mean these weights from now on, and let the keys of all others go first."""
+        if name != self.weights.now.name:
+            self.consistent = False
+            self.weights.use(name, self.pools.tenants)
+            self.pools.use(self.weights.in_use)
+            self.recorder.note_weights(name)
+            self.consistent = True
 
     def keep_weights(self, names: frozenset[str]) -> None:
         """Let the keys of all other weights than these go first from now on."""
         self.consistent = False
+        self.weights.kept = names
         self.pools.use(names)
         self.consistent = True
 

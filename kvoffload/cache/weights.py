@@ -29,13 +29,12 @@ LONGEST_NAME = 512  # characters: with identity and tenant it fits into one mess
 _MOST_NAMES = 4096  # that events still tell from a key
 
 
-def check_weights(name: str) -> str:
-    """Return the name of weights that a user gave. Raises TypeError, ValueError."""
+def check_weights(name: str) -> None:
+    """Raise TypeError or ValueError if this is no name of weights."""
     if not isinstance(name, str):
         raise TypeError(f'name must be a string such as "policy@step-1200", got {shown(name)}')
     if _NUL in name or len(name) > LONGEST_NAME:
         raise ValueError(f"name must have at most {LONGEST_NAME} characters, and no NUL character, got {shown(name)}")
-    return name
 
 
 @lru_cache(64)
@@ -78,7 +77,7 @@ class Weights(NamedTuple):
     Attributes:
         name: theirs; "": they have none.
         tag: in front of their keys.
-        namespaces: of each tenant in their keys; empty without a name, since those are the tenants' names.
+        namespaces: of each tenant in their keys; perhaps empty without a name: they are the tenants' names.
     """
 
     name: str = ""
@@ -96,20 +95,24 @@ class UsedWeights:
     Attributes:
         now: the weights of the calls that begin now.
         names: of weights used lately, by their tags.
+        kept: the names whose keys do not go first, of an index with keys of several; None: that of `now`.
     """
 
     def __init__(self) -> None:
         self.now = Weights()
         self.names: dict[bytes, str] = {}
+        self.kept: frozenset[str] | None = None
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        return frozenset({self.now.name}) if self.kept is None else self.kept
 
     def use(self, name: str, tenants: Iterable[str]) -> None:
         if name:
             self.names[tag_of(name)] = name
             if len(self.names) > _MOST_NAMES:
                 del self.names[next(iter(self.names))]
-            self.now = Weights(name, tag_of(name), {tenant: namespace_of(tenant, name) for tenant in tenants})
-        else:
-            self.now = Weights()
+        self.now = Weights(name, tag_of(name), {tenant: namespace_of(tenant, name) for tenant in tenants})
 
     def means(self, key: bytes) -> bool:
         """Whether this is a key of the weights of now."""

@@ -14,6 +14,7 @@ from session_host import TURN, Host
 from worlds import Fifo
 
 from kvoffload import CacheEvent, CacheIndex, KVOffloadWarning, MissingKeyError, Status, Tenant
+from kvoffload.cache.pools import Pools
 
 FOUR = keys(0, 1, 2, 3)
 
@@ -213,6 +214,53 @@ def test_sessions_of_other_weights_are_others() -> None:
     host.index.check()
 
 
+@pytest.mark.parametrize("hint", ["retain", "release"])
+def test_keys_that_a_hint_has_moved_have_their_pool_back_with_their_weights(hint: Any) -> None:
+    host = Host(16, tenants={"b": Tenant(max_blocks=2)})
+    host.index.use_weights("one")
+    host.trusted("a", *TURN, ttl=60)
+    if hint == "release":
+        host.index.hint("release", session="a")
+    for name in ("two", "one"):  # whose pools get the numbers of those that are gone
+        host.index.use_weights(name)
+        for tenant in ("b", ""):
+            store(host.index, keys(50 if tenant else 60), tenant=tenant)
+    host.now += 1000
+    host.index.load(keys(*TURN))
+    host.index.touch(keys(*TURN))
+    host.index.check()
+    assert host.index.lookup(keys(*TURN)) == 4
+
+
+def test_a_change_that_an_interrupt_ends_is_made_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for part in ("use", "of", "tenant"):
+        index = CacheIndex(8, tenants={"a": Tenant(max_blocks=2)})
+        index.use_weights("one")
+        with monkeypatch.context() as patch:
+            patch.setattr(Pools, part, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                index.use_weights("two")
+        assert index.statistics().weights == "two"
+        with index.open_request() as request, index.reserve(FOUR, request=request) as made:
+            assert len(made.keys) == 4
+        assert index.statistics().of_other_weights == 0, "they are of the weights in use"
+        index.check()
+
+
+def test_a_tenant_is_looked_up_without_the_lock_and_changes_nothing() -> None:
+    index = CacheIndex(8, tenants={"a": Tenant(max_blocks=2)})
+    index.use_weights("one")
+    index.use_weights("two")
+    before = list(index._state.pools.all), dict(index._state.pools.by_tenant)
+    index.promote(FOUR, tenant="a").release()
+    with pytest.raises(ValueError, match="tenant must be one of '', 'a'"):
+        index.hint("prefetch", session="s", tenant="b")
+    assert before == (index._state.pools.all, index._state.pools.by_tenant)
+
+
 def test_a_policy_object_orders_the_keys_of_all_weights() -> None:
     index = CacheIndex(4, policy=Fifo())
     store(index, FOUR[:3])
@@ -349,7 +397,12 @@ def test_a_hook_that_raises_hears_of_the_keys_of_all_weights() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error", "says"),
-    [(None, TypeError, "name must be a string"), (b"one", TypeError, "name must"), ("a\0b", ValueError, "no NUL"), ("a" * 513, ValueError, "at most 512")],
+    [
+        (None, TypeError, "name must be a string"),
+        (b"one", TypeError, "name must"),
+        ("a\0b", ValueError, "no NUL"),
+        ("a" * 513, ValueError, "at most 512"),
+    ],
 )
 def test_what_is_no_name_is_refused(name: Any, error: type[Exception], says: str) -> None:
     index = CacheIndex(4)

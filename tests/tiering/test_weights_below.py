@@ -10,7 +10,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, keys, tiered, until
 
-from kvoffload import NO_WAIT, CacheEvent
+from kvoffload import NO_WAIT, CacheEvent, Tenant
 from kvoffload.tiers import DiskTier
 
 FOUR = keys(range(4))
@@ -134,7 +134,7 @@ def test_tiers_are_told_the_names_in_use_and_namespaces_with_records() -> None:
         assert bench.cache.drain(SECONDS)
         kept(bench, "one", 200)
         assert bench.cache.drain(SECONDS)
-    assert [name for name, _ in groupby(tier.told)] == ["", frozenset({"one"}), "\0one"]
+    assert [name for name, _ in groupby(tier.told)] == [frozenset({""}), "", frozenset({"one"}), "\0one"]
 
 
 def test_a_tier_that_fails_at_it_is_no_error() -> None:
@@ -196,6 +196,26 @@ def check_first(bench: Bench, fill: Any, has: Any, records: int) -> None:
     fill(bench, "one", range(100, 100 + records - 4))
     assert has(bench, "one", range(4)) == 4
     assert has(bench, "two", range(4)) == 0
+
+
+@pytest.mark.parametrize("tenant", [Tenant(), Tenant(max_blocks=4), Tenant(priority=1)])
+def test_after_a_restart_a_disk_keeps_the_records_of_all_tenants_of_the_weights_in_use(
+    tmp_path: Path, tenant: Tenant
+) -> None:
+    def opened() -> Any:
+        of_disk = DiskTier(tmp_path / "kv", nbytes=1 << 18, identity="m", policy="lru", tenants={"a": tenant})
+        return tiered(of_disk, tenants={"a": tenant})
+
+    with opened() as bench:
+        bench.cache.use_weights("one")
+        for name, first in (("", 0), ("a", 4)):
+            bench.cache.store(keys(range(first, first + 2)), [0, 1], after=NO_WAIT, tenant=name).wait(SECONDS)
+    with opened() as bench:
+        pools = bench.manager.tiers[0].tier._disk.index._state.pools  # type: ignore[attr-defined]
+        assert pools.of_other_weights == 4
+        bench.cache.use_weights("one")
+        assert bench.cache.drain(SECONDS)
+        assert pools.of_other_weights == 0
 
 
 def test_events_above_tiers_have_the_keys_as_given() -> None:
