@@ -284,6 +284,7 @@ def calls_of(cache: Any, device: Any, job: Any, tiers: Any = ()) -> tuple[dict[s
         "hint": lambda: [cache.hint(action, session="s") for action in ("prefetch", "demote", "retain")],
         "check": cache.check,
         "touch": lambda: cache.touch([a]),
+        "use_weights": lambda: (cache.use_weights("w"), cache.use_weights("")),
         "request": lambda: cache.open_request(session="s").end(),
         "acquire": lambda: cache.acquire([a]).release(),
         "reserve": lambda: cache.reserve([b"r"]).abort(),

@@ -64,6 +64,7 @@ def _of_keys(world: Any, name: str) -> Inner | None:
         "remove": lambda: cache.remove(keys([3])),
         "reserve": lambda: cache.reserve(keys([7])).abort(),
         "hint": lambda: [cache.hint(action, session="a") for action in ACTIONS],
+        "use_weights": lambda: (cache.use_weights("one"), cache.use_weights("")),
     }
     if isinstance(world, CacheWorld):
         simple["store"] = lambda: world.store(6)
@@ -95,7 +96,7 @@ def _promote(world: TieredWorld, wait: bool) -> None:
 
 NAMES = (
     *("done", "wait", "wait_timeout", "poll", "statistics", "lookup", "status", "keys_statistics", "store", "load"),
-    *("release", "reserve", "hint", "promote", "promote_wait", "remove", "drain", "close", "collect"),
+    *("release", "reserve", "hint", "use_weights", "promote", "promote_wait", "remove", "drain", "close", "collect"),
 )
 
 

@@ -438,6 +438,15 @@ def promises_end(w: Any) -> None:
     w.cache.touch(keys([9]))
 
 
+def weights(w: Any) -> None:
+    """Other ones, keys of these, and the first again."""
+    w.cache.use_weights("one")
+    reservation = w.cache.reserve(keys([4, 5]))
+    w.write(reservation)
+    reservation.commit()
+    w.cache.use_weights("")
+
+
 def named(w: Any) -> None:
     """A session has asked for keys 0 and 1."""
     with w.cache.open_request(session="a") as opened:
@@ -740,6 +749,8 @@ TABLE: tuple[Row, ...] = (
     Row("request", "index", lambda w: w.cache.open_request(), index_request),
     Row("sessions", KEYS, promised, sessions),
     Row("sessions.over", KEYS, promised, promises_end),
+    Row("use_weights", f"{KEYS}, tiers", promised, weights),
+    Row("use_weights.once", f"{KEYS}, tiers", None, lambda w: w.cache.use_weights("one")),
     Row("acquire", KEYS, None, acquire_block),
     Row("lease", CACHES, pending_lease, use_lease),
     Row(
@@ -827,6 +838,7 @@ TABLE = tuple(
     for row in TABLE
 )
 TABLE += (
+    Row("use_weights", "pool", None, weights),
     Row("hint", "pool", None, lambda w: [w.cache.hint(action, session="a") for action in ACTIONS]),
     Row("attach", "pool", None, lambda w: w.attach_again().close()),
     Row("close", "pool", two_loaded, lambda w: w.pool.close(), "closed"),

@@ -225,6 +225,9 @@ class _Checked:
             self.cache.check()
         except AssertionError as error:
             found.append(f"check() {when}: {error}")
+        if self.cache._state.pools.in_use != self.cache._state.weights.in_use:
+            found.append("lost: keys of the weights in use go first")
+        self.cache.use_weights("")  # which the other checks mean
         return found
 
     def wrong_hits(self, hits: list[int]) -> list[int]:

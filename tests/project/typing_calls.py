@@ -152,6 +152,7 @@ def caches(layout: KVLayout, device: Device) -> int:
             cache.reserve([b"five"], request=request).abort()
             assert_type(request.keys, tuple[bytes, ...])
         cache.touch([b"one", b"two", b"three"])
+        cache.use_weights("policy@step-1")
         assert_type(cache.lookup_many([[b"one"], [b"three"]]), list[int])
         assert_type(cache.remove([b"two"]) + cache.clear(), int)
         cache.check()

@@ -167,6 +167,7 @@ def cached(cache: BlockCache) -> None:
     cache.load([b"key"], [0], pending="yes")  # wrong
     cache.load([b"key"], [0], parts="2")  # wrong
     cache.touch(1)  # wrong
+    cache.use_weights(b"one")  # wrong
     cache.remove("key")  # wrong
     cache.acquire([b"key"], pending=3)  # wrong
     cache.reserve(b"key")  # wrong
