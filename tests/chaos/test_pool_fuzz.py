@@ -50,7 +50,7 @@ def test_models_allow_what_leases_hold_without_an_owner(
 ) -> None:
     """Also what another engine has removed; until the same engine removes keys."""
     made = Round(seed, policy, together=False, engines=2)
-    monkeypatch.setattr(made, "some", lambda: [0])
+    monkeypatch.setattr(made, "some", lambda _: [0])
     one, two = made.engines
     try:
         for each, step in (

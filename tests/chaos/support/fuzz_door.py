@@ -9,7 +9,8 @@
     drops        interrupts by signals in calls of the cache. After that, as docs/how/interrupts.md says, `cache.drain`
                  is called, and the blocks are used for something else
 
-The bytes of a block follow from its key. Every block that is loaded is compared, and so are all blocks that no call
+The weights change all the time, in steps and in another thread. The bytes of a block follow from its
+key and the name of the weights. Every block that is loaded is compared, and so are all blocks that no call
 has. Records that were on the disk when `drain` was True are there in the next session, killed or not. Prints counts,
 what was wrong, the stacks of what hangs, and a summary. Exit status 1 if anything was wrong.
 """
@@ -26,23 +27,30 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from changing import Changes
 from exhausting import killed
 from haunting import Ghosts, Interrupts, Watchdog, summary, unheard
 
 import kvoffload
 from kvoffload import BlockCache, ClosedError, Device, KVOffloadError, LayoutError, MissingKeyError
+from kvoffload.cache.weights import tag_of
 from kvoffload.testing import SimulatedDriver
 from kvoffload.tiers import DiskTier, Limits, ObjectStoreTier, Outcome, Tier, TierJob
 from kvoffload.tiers.files import FileOperations
@@ -54,17 +62,23 @@ LAYERS, BLOCKS, SOURCES, GHOSTS = 2, 52, 24, 4  # blocks: sources, targets, and 
 SHAPES = ((2, 2, 2), (4, 2, 8), (4, 1, 8), (2, 4, 4))  # tokens, heads, dim
 SECONDS, HUNG_SECONDS, LONGEST_SESSION = 60.0, 90.0, 4.0
 HEADER_BYTES, PAGE = 192, 4096
+DISK_BYTES = 1 << 25  # for all records of a folder
 SALT = "fuzz"
 
 
+Named = tuple[str, str]
+
+
 class Plan(NamedTuple):
-    """A session. `shape`: of tokens, heads and dim. `kinds`: see above. `must`: keys that the disk has, by its file."""
+    """A session. `shape`: of tokens, heads and dim. `kinds`: see above. `must`: by the disk's file, which keys it has:
+    the names of their weights, and their digits.
+    """
 
     folder: str
     seed: int
     shape: tuple[int, ...]
     kinds: tuple[str, ...]
-    must: dict[str, list[str]]
+    must: dict[str, list[Named]]
 
     def __str__(self) -> str:
         return f"seed {self.seed}, {' '.join(self.kinds)}"
@@ -116,9 +130,14 @@ class Puts:
         return {key for key, _ in pairs} - others, failed
 
 
-def content(request: int, depth: int, shape: tuple[int, ...]) -> Any:
-    """(layers, planes, tokens, heads, dim): what a key stands for."""
-    return np.random.default_rng((request, depth)).integers(0, 1 << 16, (LAYERS, 2, *shape), dtype=np.uint16)
+def content(request: int, depth: int, shape: tuple[int, ...], name: str) -> Any:
+    """(layers, planes, tokens, heads, dim): what a key stands for with these weights."""
+    seed = (request, depth, crc32(name.encode()))
+    return np.random.default_rng(seed).integers(0, 1 << 16, (LAYERS, 2, *shape), dtype=np.uint16)
+
+
+def named(keys: Iterable[bytes], names: Iterable[str]) -> set[Named]:
+    return {(name, key.hex()) for name in names for key in keys}
 
 
 class Session:
@@ -134,12 +153,12 @@ class Session:
         self.jobs: list[tuple[Any, list[int]]] = []  # that nobody has waited for, and their blocks
         self.taken = list[int]()  # blocks of the step
         self.operations = FailingHeaders(plan.seed)
-        self.closed = False  # by a finalizer
+        self.closed = self.over = False  # by a finalizer; in order
         self.make_arrays()
         self.idle: dict[int, int] = {}  # blocks that nothing has, and the words they are full of
         self.free(range(BLOCKS - GHOSTS))
         for block in range(BLOCKS - GHOSTS, BLOCKS):
-            self.write(block, content(-1 % REQUESTS, 0, plan.shape))
+            self.write(block, content(-1 % REQUESTS, 0, plan.shape, ""))
 
     def make_arrays(self) -> None:
         """In an order of their axes, seen in an order."""
@@ -213,12 +232,12 @@ class Session:
         self.puts: Puts | None = None
         if "headers" in self.plan.kinds or self.rng.random() < 0.5:
             disk = DiskTier(
-                self.path, nbytes=1 << 20, identity="m", limits=limits, operations=self.operations, policy="lru"
+                self.path, nbytes=DISK_BYTES, identity="m", limits=limits, operations=self.operations, policy="lru"
             )
             self.puts = Puts(disk)
             below.append(disk)
         else:
-            options |= {"disk": self.path, "disk_bytes": 1 << 20, "identity": "m"}
+            options |= {"disk": self.path, "disk_bytes": DISK_BYTES, "identity": "m"}
         if self.rng.random() < 0.3:
             folder = Path(self.plan.folder, "objects")
             folder.mkdir(exist_ok=True)
@@ -243,10 +262,12 @@ class Session:
             self.cache.keys(range(1000 * each, 1000 * each + LONGEST * self.plan.shape[0]), salt=SALT)
             for each in range(REQUESTS)
         ]
-        must = [bytes.fromhex(each) for each in self.plan.must.get(self.path, [])]
-        missing = [key.hex() for key in must if self.cache.locate([key]) == ["missing"]]
+        self.weights = Changes(self.cache, self.plan.seed, self.counts)
+        self.change = self.weights.use_any
+        must = self.plan.must.get(self.path, [])
+        missing = [each for each in must if not self.there(*each)]
         assert not missing, f"{len(missing)} of {len(must)} records that drain promised are gone: {missing}"
-        self.removed = set[bytes]()
+        self.removed = set[Named]()
         if self.ghosts is not None:
             self.ghosts.calls = self.haunted()
         self.operations.rate = self.rng.choice((0.05, 0.3)) if "headers" in self.plan.kinds else 0.0
@@ -260,7 +281,9 @@ class Session:
             "drain": 3,
             "lease": 4,
             "hint": 3,
+            "change": 8,
         }
+        threading.Thread(target=self.go_on_changing, daemon=True).start()
         try:
             while time.monotonic() < until and not self.wrong:
                 self.step(getattr(self, self.rng.choices(list(steps), list(steps.values()))[0]))
@@ -268,6 +291,17 @@ class Session:
         except ClosedError:
             if not self.closed:
                 raise
+
+    def there(self, name: str, key: str) -> bool:
+        self.weights.use(name)
+        return self.cache.locate([bytes.fromhex(key)]) != ["missing"]
+
+    def go_on_changing(self) -> None:
+        """In a thread, until the cache is closed."""
+        with suppress(ClosedError):
+            while not self.over:
+                time.sleep(self.weights.random.random() ** 2 * 0.1)
+                self.weights.use_any()
 
     def step(self, call: Callable[[], object]) -> None:
         self.say("step")
@@ -293,12 +327,13 @@ class Session:
         """What docs/how/interrupts.md says: then nothing uses the blocks of the call any more."""
         while not self.cache.drain(1.0):
             pass  # the watchdog says where it hangs
+        self.weights.use(self.weights.names[-1])  # it may have been a change
         in_use = {block for _, blocks in self.jobs for block in blocks}
         self.free([block for block in self.taken if block not in self.idle and block not in in_use])
 
     def end(self) -> None:
         """Orderly."""
-        self.operations.rate = 0.0
+        self.operations.rate, self.over = 0.0, True
         self.settle()
         self.drain()
         self.cache.check()
@@ -310,17 +345,18 @@ class Session:
 
     # steps --------------------------------------------------------------------------------------------------------
 
-    def fill(self, request: int, count: int) -> list[int]:
-        blocks = self.take(0, SOURCES, count)
-        for depth, block in enumerate(blocks):
-            self.write(block, content(request, depth, self.plan.shape))
-        return blocks
-
-    def keep(self, number: int | None = None, **options: Any) -> None:
+    def keep(self, number: int | None = None, opened: int | None = None, **options: Any) -> None:
+        """`opened`: during which change the request was. If others have followed, none of its blocks is stored."""
         number = self.rng.randrange(REQUESTS) if number is None else number
         count = self.rng.randint(1, LONGEST)
-        blocks = self.fill(number, count)
-        job = self.cache.keep(self.keys[number][:count], blocks, **options)
+        blocks = self.take(0, SOURCES, count)
+        with self.weights.computing:
+            several = opened not in (None, self.weights.begun)
+            name = "several" if several else self.weights.names[-1]
+            for depth, block in enumerate(blocks):
+                self.write(block, content(number, depth, self.plan.shape, name))
+            job = self.cache.keep(self.keys[number][:count], blocks, **options)
+        assert not (several and job.keys), "a request has stored after a change of weights"
         if self.rng.random() < 0.5:
             job.wait(SECONDS)
             self.free(blocks)
@@ -333,15 +369,19 @@ class Session:
         blocks = self.take(SOURCES, BLOCKS - GHOSTS, LONGEST)
         deadline = self.rng.choice((0.002, 0.02, 0.5))
         job = self.cache.fetch(self.keys[number], blocks, deadline=deadline, **options)
+        asked = self.weights.begun
         if self.rng.random() < 0.1:
             job.cancel()
+        read = self.weights.returned
+        if self.rng.random() < 0.3:
+            assert job.hits >= 0  # from here on the weights may change
         hits = job.wait(SECONDS)
+        names = self.weights.names[read : asked + 1]
         for depth, block in enumerate(blocks[:hits]):
-            expected = content(number, depth, self.plan.shape)
-            for host, rows in zip(self.hosts, expected, strict=True):
-                if not np.array_equal(host[:, block], rows):
-                    found = f"{host[:, block].ravel()[:8]}, not {rows.ravel()[:8]}"
-                    raise AssertionError(f"a hit, block {depth} of request {number}, has other bytes: {found}")
+            found = np.array([host[:, block] for host in self.hosts])
+            if not any(np.array_equal(found, content(number, depth, self.plan.shape, name)) for name in names):
+                what = f"block {depth} of request {number}, weights {names} of {self.weights.names[-5:]}"
+                raise AssertionError(f"a hit, {what}, has other bytes: {found.ravel()[:8]}")
         self.counts["hits"] += hits
         self.free(blocks)
 
@@ -349,8 +389,11 @@ class Session:
         """A request of a session."""
         number = self.rng.randrange(REQUESTS)
         request = self.cache.open_request(session=f"s{number}")
+        opened = self.weights.begun
         self.fetch(number, request=request)
-        self.keep(number, request=request)
+        if self.rng.random() < 0.5:
+            self.change()
+        self.keep(number, opened, request=request)
 
     def ask(self) -> None:
         keys = self.rng.choice(self.keys)
@@ -371,13 +414,14 @@ class Session:
         self.cache.remove(self.rng.choice(self.keys), below=False)
 
     def remove(self) -> None:
-        self.forget(keys := self.rng.choice(self.keys)[self.rng.randrange(LONGEST) :])
-        with suppress(KVOffloadError):
+        keys = self.rng.choice(self.keys)[self.rng.randrange(LONGEST) :]
+        with self.weights.computing, suppress(KVOffloadError):
+            self.forget(named(keys, self.weights.names[-1:]))
             self.cache.remove(keys)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: set[Named]) -> None:
         """They are about to be removed: whether the disk has them is not known from here on."""
-        self.say("removing", self.path, [key.hex() for key in keys])
+        self.say("removing", self.path, list(keys))
         self.removed.update(keys)
 
     def drain(self) -> None:
@@ -389,12 +433,14 @@ class Session:
             given_up = self.puts.disk.statistics().failed - failed  # headers that were not written in the end
             keys = sorted(promised)
             missing = {key for key, there in zip(keys, self.puts.disk.contains(keys), strict=True) if not there}
-            lost = [key.hex() for key in missing - self.removed]
+            lost = missing - {tag_of(name) + bytes.fromhex(key) for name, key in self.removed}
             gone = f"of {len(keys)} DONE records, {given_up} given up, these are gone: {lost}"
             assert self.closed or len(lost) <= given_up, gone
-        keys = [key for request in self.keys for key in request if key not in self.removed]
-        self.cache.remove(keys, below=False)
-        there = [key.hex() for key in keys if self.cache.locate([key]) == ["disk"]]
+        with self.weights.computing:
+            keys = list(chain(*self.keys))
+            self.cache.remove(keys, below=False)
+            on_disk = [key for key in keys if self.cache.locate([key]) == ["disk"]]
+            there = list(named(on_disk, self.weights.names[-1:]) - self.removed)
         self.counts["durable"] += len(there)
         self.say("durable", self.path, there)
 
@@ -411,7 +457,7 @@ class Session:
 
         def forget(remove: Callable[[], object], of: Sequence[bytes]) -> None:
             if self.rng.random() < 0.02:  # else nothing is left
-                self.forget(of)
+                self.forget(named(of, set(self.weights.names)))
                 remove()
 
         return [
@@ -464,10 +510,10 @@ class Fuzz:
         self.folder = self.base / str(self.counts["folders"])
         self.folder.mkdir(mode=0o700)
         self.shape = self.rng.choice(SHAPES)
-        self.must: dict[str, set[str]] = {}
+        self.must: dict[str, set[Named]] = {}
 
     def session(self) -> None:
-        if self.rng.random() < 0.1:
+        if self.rng.random() < 0.15:
             shutil.rmtree(self.folder)
             self.begin()
         kinds = self.only or [kind for kind in KINDS if self.rng.random() < 0.5]
@@ -476,7 +522,7 @@ class Fuzz:
         wait = self.rng.random() * LONGEST_SESSION if self.rng.random() < 0.6 else 3 * HUNG_SECONDS
         stacks = self.base / "stacks"
         said, status = killed(lambda pipe: run_session(plan, pipe, stacks), wait)
-        self.removed = set[str]()  # by this session
+        self.removed = set[Named]()  # by this session
         self.counts["sessions"] += 1
         self.counts["kills"] += status == -signal.SIGKILL
         if status == 1 or (status == -signal.SIGKILL and wait > SECONDS):
@@ -494,10 +540,10 @@ class Fuzz:
         elif what == "wrong":
             self.wrong += arguments
         elif what == "durable":
-            self.must.setdefault(arguments[0], set()).update(set(arguments[1]) - self.removed)
+            self.must.setdefault(arguments[0], set()).update({*map(tuple, arguments[1])} - self.removed)
         elif what == "removing":
-            self.must.setdefault(arguments[0], set()).difference_update(arguments[1])
-            self.removed.update(arguments[1])
+            self.removed.update(map(tuple, arguments[1]))
+            self.must.setdefault(arguments[0], set()).difference_update(self.removed)
 
     def run(self, seconds: float) -> None:
         begin = time.monotonic()

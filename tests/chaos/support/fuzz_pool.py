@@ -7,6 +7,9 @@ that a model says what the answer must be (`pool_judges.Exact`, or with other po
 others all four work at the same time, and what always holds is checked. Engines leave and are killed, owners are closed
 and killed, others take their places. At the end nothing may be held any more, and every entry can be reserved.
 
+Where the model is a `Ledger`, each engine changes its weights at random. The same key with other weights is another
+number, with other bytes (see `pool_processes.py`).
+
 Prints a line of JSON: counts, and what was wrong.
 """
 
@@ -30,7 +33,7 @@ from typing import Any
 
 from exhausting import counting_what_is_left
 from pool_judges import Exact, Ledger
-from pool_processes import POLICIES, EngineProcess, OwnerProcess, Worker
+from pool_processes import KEYS, POLICIES, EngineProcess, OwnerProcess, Worker
 from pooling import SECONDS, eventually
 
 HUNG_SECONDS = 60.0
@@ -55,7 +58,8 @@ class Engine:
         step: what it is doing.
         sent: when it was told its latest command.
         reserved, leased: handles that are open, and their keys, with the versions of those reserved.
-        requests: open ones.
+        requests, outdated: open ones; of these, those that were opened with other weights.
+        first: key of its weights.
         gated: no store ends before `finish`.
         stores, loads, dropped: handles of what ends then.
     """
@@ -67,6 +71,8 @@ class Engine:
     reserved: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     leased: dict[int, list[int]] = field(default_factory=dict)
     requests: list[int] = field(default_factory=list)
+    outdated: list[int] = field(default_factory=list)
+    first: int = 0
     gated: bool = False
     stores: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
@@ -77,10 +83,14 @@ class Engine:
         """What becomes garbage is held until transfers that are in flight have ended, which is at `finish`."""
         return self.gated or bool(self.loads)
 
+    def readable(self) -> list[list[int]]:
+        """What leases hold of its weights."""
+        return [numbers for numbers in self.leased.values() if numbers and numbers[0] // KEYS * KEYS == self.first]
+
     def forget(self) -> None:
         """Another process has its number."""
-        self.gated = False
-        for each in (self.reserved, self.leased, self.requests, self.stores, self.loads, self.dropped):
+        self.gated, self.first = False, 0
+        for each in (self.reserved, self.leased, self.requests, self.outdated, self.stores, self.loads, self.dropped):
             each.clear()
 
 
@@ -97,6 +107,7 @@ class Round:
         self.judge: Exact | Ledger = Exact(CAPACITY) if self.exact else Ledger(CAPACITY, same=policy in BELOW)
         self.counts = self.judge.counts
         self.handles, self.longest = 0, 0.0
+        self.steps_of_weights = 3  # the highest number of weights so far
         self.since: dict[int, float] = {}  # when engines were told their latest commands
         self.folder = Path(tempfile.mkdtemp(prefix="fuzz-pool-"))
         self.path = str(self.folder / "pool")
@@ -310,7 +321,7 @@ class Round:
         self.do(self.engines[0], self.touch(self.engines[0], order))
         self.look(patient=True)
         for each in self.engines:  # what it reads still, it reads once more
-            for numbers in list(each.leased.values())[:1] if not each.loads else ():
+            for numbers in each.readable()[:1] if not each.loads else ():
                 self.do(each, self.fetch(each, numbers))
         self.counts["owners"] += 1
 
@@ -325,9 +336,9 @@ class Round:
 
     def read_again(self, engine: Engine) -> Step:
         """What a lease holds it can load and lease: in any order, and also a part of it, but nothing else with that."""
-        for numbers in [each for each in engine.leased.values() if each and self.rng.random() < 0.5]:
+        for numbers in [each for each in engine.readable() if self.rng.random() < 0.5]:
             some = self.rng.sample(numbers, self.rng.randint(1, len(numbers)))
-            if self.rng.random() < 0.1 and (other := (some[0] + 1) % UNIVERSE) not in some:
+            if self.rng.random() < 0.1 and (other := engine.first + (some[0] + 1) % KEYS % UNIVERSE) not in some:
                 some.append(other)
             if self.rng.random() < 0.3:
                 yield from self.lease(engine, some)
@@ -352,7 +363,7 @@ class Round:
 
         eventually(idle, "nothing is held")
         each, most = self.engines[0], {"quota": 9, "disk": 11}.get(self.policy, CAPACITY)
-        numbers = list(range(1000, 1000 + CAPACITY))
+        numbers = list(range(each.first + 1000, each.first + 1000 + CAPACITY))
 
         def all_free() -> bool:
             for told in (command("remove", None), command("reserve", 0, numbers, numbers), command("abort", 0)):
@@ -391,7 +402,7 @@ class Round:
         if engine.loads:  # loads end one after another
             del rest[self.load], rest[self.fetch]
         if not self.exact:
-            rest |= {self.hint: 2, self.abandon: 4}
+            rest |= {self.hint: 2, self.abandon: 4, self.change: 12}
         if self.together:
             rest |= {self.leave: 1}
             if self.policy in BELOW:  # whose keys may come back until then: versions would have to be told apart
@@ -400,10 +411,21 @@ class Round:
         self.counts["steps"] += 1
         return self.rng.choices(list(chances), list(chances.values()))[0](engine)
 
-    def some(self) -> list[int]:
+    def some(self, engine: Engine) -> list[int]:
         """Neighbours, as requests with a common prefix have them."""
         start = self.rng.randrange(UNIVERSE)
-        return [(start + each) % UNIVERSE for each in range(self.rng.randint(1, LONGEST))]
+        return [engine.first + (start + each) % UNIVERSE for each in range(self.rng.randint(1, LONGEST))]
+
+    def change(self, engine: Engine) -> Step:
+        """To other weights: some come back, some never do. What it has opened before stays open."""
+        for _ in range(self.rng.choice((1, 1, 2, 6))):
+            steps = self.rng.choice((0, 1, 2, self.steps_of_weights + 1))
+            self.steps_of_weights = max(steps, self.steps_of_weights)
+            if engine.first != steps * KEYS:
+                self.counts["changes"] += 1
+                engine.outdated = list(engine.requests)
+            engine.first = steps * KEYS
+            yield command("use_weights", engine.first)
 
     def handle(self, engine: Engine, what: str) -> tuple[int, str, int]:
         self.handles += 1
@@ -413,7 +435,7 @@ class Round:
         return self.rng.choice(engine.requests) if engine.requests and self.rng.random() < 0.6 else None
 
     def store(self, engine: Engine) -> Step:
-        numbers, request, keep = self.some(), self.request_of(engine), self.rng.random() < 0.3
+        numbers, request, keep = self.some(engine), self.request_of(engine), self.rng.random() < 0.3
         versions = list(map(self.judge.version, numbers))
         then_load = self.rng.random() < 0.25 and (engine.gated or not engine.loads)  # else it would be waited for
         gated = not self.together and not engine.gated and not then_load and self.rng.random() < 0.2
@@ -425,6 +447,7 @@ class Round:
         engine.gated |= gated and bool(answer["accepted"])
         handle = self.handle(engine, "store")
         opened = None if request is None else (engine.number, "request", request)
+        assert not answer["accepted"] or request not in engine.outdated, f"{handle}: stores with other weights"
         self.judge.reserve(handle, numbers, versions, answer["accepted"], sent=engine.sent, request=opened)
         if keep and opened is None:
             self.judge.touch(numbers)
@@ -461,7 +484,7 @@ class Round:
             self.judge.release((engine.number, what, number), None)
 
     def load(self, engine: Engine, given: list[int] | None = None) -> Step:
-        numbers, request = given or self.some(), self.request_of(engine)
+        numbers, request = given or self.some(engine), self.request_of(engine)
         found = yield command("look_up", numbers)
         self.judge.look_up(numbers, found, sent=engine.sent)
         if not given and self.rng.random() < 0.9:
@@ -471,7 +494,7 @@ class Round:
         self.judge.load(engine.number, numbers, versions, "loaded", sent=engine.sent, request=opened)
 
     def fetch(self, engine: Engine, numbers: list[int] | None = None) -> Step:
-        request, numbers, again = self.request_of(engine), numbers or self.some(), bool(numbers)
+        request, numbers, again = self.request_of(engine), numbers or self.some(engine), bool(numbers)
         if not self.together and not again and self.rng.random() < 0.2:
             found = yield command("begin_fetch", numbers)
             self.judge.look_up(numbers, found, sent=engine.sent)
@@ -485,11 +508,10 @@ class Round:
         self.judge.load(engine.number, numbers, versions, "fetched", sent=engine.sent, request=opened, whole=False)
 
     def abandon(self, engine: Engine) -> Step:
-        del engine
-        yield command("abandon", self.some())
+        yield command("abandon", self.some(engine))
 
     def reserve(self, engine: Engine) -> Step:
-        numbers = self.some()
+        numbers = self.some(engine)
         versions = list(map(self.judge.version, numbers))
         handle = self.handle(engine, "reservation")
         accepted = yield command("reserve", handle[2], numbers, versions)
@@ -518,7 +540,7 @@ class Round:
                 self.judge.abort((engine.number, "reservation", number))
 
     def lease(self, engine: Engine, given: list[int] | None = None) -> Step:
-        numbers = given or self.some()
+        numbers = given or self.some(engine)
         if not given and self.rng.random() < 0.8:
             found = yield command("look_up", numbers)
             self.judge.look_up(numbers, found, sent=engine.sent)
@@ -568,8 +590,7 @@ class Round:
             self.judge.end_request((engine.number, "request", request))
 
     def touch(self, engine: Engine, numbers: list[int] | None = None) -> Step:
-        del engine
-        numbers = self.some() if numbers is None else numbers
+        numbers = self.some(engine) if numbers is None else numbers
         yield command("touch", numbers)
         self.judge.touch(numbers)
 
@@ -580,7 +601,8 @@ class Round:
     def remove(self, engine: Engine) -> Step:
         """Some, or all."""
         clear = self.rng.random() < 0.1
-        numbers = list(range(UNIVERSE)) if clear else self.some()[:2]
+        every = [step * KEYS + number for step in range(self.steps_of_weights + 1) for number in range(UNIVERSE)]
+        numbers = every if clear else self.some(engine)[:2]
         answer = yield command("remove", None if clear else numbers)
         self.judge.remove(engine.number, numbers, answer["count"], heard=answer["heard"], sent=engine.sent)
 

@@ -373,11 +373,11 @@ class Exact(Judge):
         for number in there:
             self.lose_key(number)
 
-    def look(self, statuses: Sequence[int], statistics: dict[str, int], *, sent: int) -> None:
+    def look(self, statuses: dict[int, int], statistics: dict[str, int], *, sent: int) -> None:
         """The statuses of all keys, and the counts of the region."""
         del sent
-        expected = [self.status(number) for number in range(len(statuses))]
-        assert list(statuses) == expected, f"statuses {list(statuses)}, not {expected}"
+        expected = {number: self.status(number) for number in statuses}
+        assert statuses == expected, f"statuses {statuses}, not {expected}"
         counts = self.statistics()
         if self.uncertain:
             counts["pinned"] = max(counts["pinned"], statistics["pinned"])
@@ -583,8 +583,8 @@ class Ledger(Judge):
                 self.lose(number, sent)
                 self.latest[number] += self.same
 
-    def look(self, statuses: Sequence[int], statistics: dict[str, int], *, sent: int) -> None:
-        for number, status in enumerate(statuses):
+    def look(self, statuses: dict[int, int], statistics: dict[str, int], *, sent: int) -> None:
+        for number, status in statuses.items():
             self.look_up([number], status == HIT, sent=sent)
         assert statistics["resident"] + statistics["pending"] <= self.capacity, statistics
 

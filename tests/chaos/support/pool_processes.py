@@ -3,6 +3,8 @@
 Each is forked from a process without threads. A command is a name and arguments; the answer is what the method of this
 name returns. An engine answers for bytes: it fills what it stores with bytes that follow from key and version, poisons
 what it loads into, and says which version it has found there, or -1.
+
+Keys are numbers: those of weights number `i` are from `i * KEYS` on. For the cache they are the same keys.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from pooling import (
     Member,
     eventually,
     held,
-    keys_of,
+    key_of,
     region_bytes,
 )
 
 from kvoffload import NO_WAIT, MissingKeyError, Status, Tenant
+from kvoffload.cache.weights import tag_of
 from kvoffload.pool import PoolOwner, owner, watching
 from kvoffload.tiers import MemoryTier, Tier
 
 WORD = np.dtype("<i8")
+KEYS = 1 << 12  # more than any weights have
 RETRY_SECONDS = 0.02  # of engines without an owner: a second takes too long
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {"policy": "lru"},
@@ -53,10 +57,20 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+def keys_of(numbers: Sequence[int]) -> list[bytes]:
+    """As the cache is told them."""
+    return [key_of(number % KEYS) for number in numbers]
+
+
+def weights_of(number: int) -> str:
+    """The name of the weights that a key is of."""
+    return f"step {number // KEYS}" if number >= KEYS else ""
+
+
 def bytes_of(number: int, version: int) -> npt.NDArray[np.uint8]:
-    """(planes, bytes): of a key after its store with this version, which is in the first bytes of each plane."""
+    """(planes, bytes): of a key after its store with this version. Each plane begins with the version and the key."""
     rows = np.random.default_rng((number, version)).integers(0, 256, (PLANES, ROW_BYTES), dtype=np.uint8)
-    rows[:, : WORD.itemsize] = np.array([version], WORD).view(np.uint8)
+    rows[:, : 2 * WORD.itemsize] = np.array([version, number], WORD).view(np.uint8)
     return rows
 
 
@@ -88,6 +102,7 @@ class EngineProcess:
         self.stream: Any = None
         self.gated = False  # a store waits for the stream
         self.generation = 0
+        self.first = 0  # key of the weights
 
     def after(self) -> None:
         if self.settles:
@@ -176,7 +191,19 @@ class EngineProcess:
                     self.behind.append((numbers, targets, load))
         if wait:
             job.wait(SECONDS)
-        return {"accepted": list(map(int, job.keys)), "found": found}
+        return {"accepted": self.numbers(job.keys), "found": found}
+
+    def numbers(self, keys: Sequence[bytes]) -> list[int]:
+        return [self.first + int(key) for key in keys]
+
+    def use_weights(self, first: int) -> None:
+        """Those with this first key. What a fetch has begun, whose hits nobody has read, is none of theirs."""
+        blocks, changes = self.poisoned(3), first != self.first
+        job = self.one.cache.fetch(keys_of(range(3)), blocks, after=NO_WAIT, deadline=0.2)
+        self.busy.update(dict.fromkeys(blocks, job))
+        self.one.cache.use_weights(weights_of(first))
+        self.first = first
+        assert not (changes and job.hits), "hits of the weights before"
 
     def finish_loads(self) -> list[list[int]]:
         """The versions that each load has found which nobody has waited for."""
@@ -207,7 +234,7 @@ class EngineProcess:
         return self.finish_loads()
 
     def look_up(self, numbers: Sequence[int]) -> int:
-        return self.one.hits(*numbers)
+        return int(self.one.cache.lookup(keys_of(numbers)))
 
     def load(self, numbers: Sequence[int], *, request: int | None = None) -> list[int] | None:
         opened = None if request is None else self.handles[request]
@@ -248,10 +275,10 @@ class EngineProcess:
     def reserve(self, handle: int, numbers: Sequence[int], versions: Sequence[int]) -> list[int]:
         """The keys reserved, whose entries have their bytes now."""
         reservation = self.handles[handle] = self.one.cache.reserve(keys_of(numbers))
-        versions_by_key = dict(zip(keys_of(numbers), versions, strict=True))
-        for key, slot in zip(reservation.keys, reservation.slots(), strict=True):
-            self.one.row(slot)[:] = bytes_of(int(key), versions_by_key[key]).reshape(-1)
-        return list(map(int, reservation.keys))
+        accepted, version_by_number = self.numbers(reservation.keys), dict(zip(numbers, versions, strict=True))
+        for number, slot in zip(accepted, reservation.slots(), strict=True):
+            self.one.row(slot)[:] = bytes_of(number, version_by_number[number]).reshape(-1)
+        return accepted
 
     def commit(self, handle: int, copy: tuple[Sequence[int], Sequence[int]] | None = None) -> None:
         """With `copy`, keys and versions, by a transfer of the engine's, that fills the entries again."""
@@ -324,9 +351,11 @@ class EngineProcess:
         return {"count": count, "heard": self.one.pool.connected and self.one.pool.generation == before}
 
     def look(self, universe: int) -> dict[str, Any]:
-        """The statuses of all keys, and counts of the region."""
+        """The statuses of all keys of the weights, and counts of the region."""
         places = (Status.MISS, Status.HIT, Status.PENDING)
-        statuses = [places.index(each) for each in self.one.cache.status(keys_of(range(universe)))]
+        numbers = range(self.first, self.first + universe)
+        found = self.one.cache.status(keys_of(numbers))
+        statuses = {number: places.index(each) for number, each in zip(numbers, found, strict=True)}
         statistics = self.one.cache.statistics()
         names = ("resident", "pending", "pinned", "evicted")
         return {"statuses": statuses, "statistics": {name: getattr(statistics, name) for name in names}}
@@ -364,10 +393,13 @@ class OwnerProcess:
     def disk(self, path: str, name: str, _: str) -> list[Tier]:
         """Its file outlives this owner. No call fails: after a removal that was answered the keys are gone."""
         made = RoughDisk(Path(path).with_name(f"tier-{name}"), nbytes=1 << 20, identity="fuzz")
-        made.weather = Weather(
-            random.Random(), lambda key, row: version_of(int(key), row) >= 0, self.wrong.append, fails=False
-        )
+        made.weather = Weather(random.Random(), self.right, self.wrong.append, fails=False)
         return [made]
+
+    def right(self, key: bytes, row: npt.NDArray[np.uint8]) -> bool:
+        """Whether a row has bytes of a key with the tag of its weights."""
+        number = int(row[WORD.itemsize : 2 * WORD.itemsize].view(WORD)[0])
+        return key == tag_of(weights_of(number)) + key_of(number % KEYS) and version_of(number, row) >= 0
 
     def after(self) -> None:
         assert not self.wrong, self.wrong
