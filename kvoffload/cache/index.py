@@ -24,7 +24,7 @@ from kvoffload.cache.repair import rebuild
 from kvoffload.cache.reservations import CacheRequest, record_of
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.cache.weights import is_namespace
+from kvoffload.cache.weights import namespace_digest
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array, UInt8Array
@@ -112,7 +112,7 @@ class CacheIndex(KeyCache):
     @property
     def keys(self) -> list[bytes]:
         """All keys of the weights in use, ready or pending, in a new list without order."""
-        return list(self._weights.plain([key for key in self._records.keys if self._weights.means(key)]))
+        return list(self._weights.own(self._records.keys, self._weights.now.name))
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
         """Tell the policies that a request loads the keys that are present; others are passed over. Moves no bytes.
@@ -181,7 +181,7 @@ def _restore(
         return 0
     if entries.min() < 0 or entries.max() >= table.capacity or np.bincount(entries).max() > 1:
         raise LayoutError(f"entries must be different numbers in [0, {table.capacity})")
-    for namespace in filter(is_namespace, dict.fromkeys(tenants or ())):
+    for namespace in filter(namespace_digest, dict.fromkeys(tenants or ())):
         state.pools.of(namespace)  # each has a pool, which a later `use_weights` may bring back
     number_of = {name: pool.number for name, pool in state.pools.by_tenant.items()}
     shared = state.pools.of("").number

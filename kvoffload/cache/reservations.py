@@ -72,14 +72,14 @@ class Reservation:
         self._records = records
         self._record = record
         plain = records.weights.plain
+        self.tenant, weights = split_namespace(record.tenant)
         self.keys = plain(record.keys)
         self.positions = tuple(record.positions)
         self.indices = tuple(record.indices)
-        self.evicted = records.weights.own(record.evicted, record.tenant)
+        self.evicted = records.weights.own(record.evicted, weights)
         self.declined = plain(record.declined)
         self.present = plain(record.present)
         self.short = record.short
-        self.tenant, _ = split_namespace(record.tenant)
 
     @property
     def stage(self) -> Stage:

@@ -180,8 +180,8 @@ class CacheState:
             self.consistent = False
             self.weights.use(name, self.pools.tenants)
             self.pools.use(self.weights.in_use)
-            self.recorder.note_weights(name)
             self.consistent = True
+        self.recorder.note_weights(name)
 
     def keep_weights(self, names: frozenset[str]) -> None:
         """Let the keys of all other weights than these go first from now on."""

@@ -56,14 +56,10 @@ def split_namespace(namespace: str) -> tuple[str, str]:
     return tenant, name
 
 
-def is_namespace(name: str) -> bool:
-    """Whether this is a namespace of named weights, and no tenant's name."""
-    return _NUL in name
-
-
 def namespace_digest(namespace: str) -> bytes:
-    """Return 8 bytes for a namespace of named weights, for headers that outlive the process."""
-    return MARK + blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+    """Return 8 bytes for a namespace of named weights, for headers that outlive the process; b"" for other names."""
+    digest = blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+    return MARK + digest if _NUL in namespace else b""
 
 
 def lost_namespace(digest: bytes) -> str:
@@ -114,18 +110,15 @@ class UsedWeights:
                 del self.names[next(iter(self.names))]
         self.now = Weights(name, tag_of(name), {tenant: namespace_of(tenant, name) for tenant in tenants})
 
-    def means(self, key: bytes) -> bool:
-        """Whether this is a key of the weights of now."""
-        return self.names.get(key[:TAG_BYTES], "") == self.now.name
-
     def plain(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return the keys as the user knows them. (Where there are no `names`, hot paths need not ask.)"""
-        return tuple([key[TAG_BYTES:] if key[:TAG_BYTES] in self.names else key for key in keys])
+        """Return the keys as the user knows them. Where there are no `names`, hot paths need not ask."""
+        names = self.names
+        return tuple([key[TAG_BYTES:] if key[:TAG_BYTES] in names else key for key in keys] if names else keys)
 
-    def own(self, keys: Sequence[bytes], namespace: str) -> tuple[bytes, ...]:
-        """Return those of the keys that are of the same weights as a namespace, as the user knows them."""
-        name = split_namespace(namespace)[1]
-        return self.plain([key for key in keys if self.names.get(key[:TAG_BYTES], "") == name])
+    def own(self, keys: Sequence[bytes], name: str) -> tuple[bytes, ...]:
+        """Return those of the keys that are of the weights of this name, as the user knows them."""
+        names = self.names
+        return self.plain([key for key in keys if names.get(key[:TAG_BYTES], "") == name] if names else keys)
 
     def telling(self, hook: Callable[[CacheEvent], None]) -> Callable[[CacheEvent], None]:
         """Return a hook that tells the user's hook of an event: its keys without tags, those of each weights apart."""

@@ -17,7 +17,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.record_calls import locked
 from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
-from kvoffload.cache.weights import is_namespace, lost_namespace, namespace_digest, split_namespace
+from kvoffload.cache.weights import lost_namespace, namespace_digest, split_namespace
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.checks import reason
 from kvoffload.internal.log import LOGGER
@@ -375,9 +375,7 @@ class Region:
 
 @lru_cache(64)
 def tenant_digest(tenant: str) -> bytes:
-    if is_namespace(tenant):
-        return namespace_digest(tenant)
-    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return namespace_digest(tenant) or blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def meaning_of(fingerprint: bytes, identity: str, row_bytes: int, *, nbytes: int = 0) -> Meaning:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.cache.weights import is_namespace, namespace_digest
+from kvoffload.cache.weights import namespace_digest
 from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.tiers.files import PAGE, Buffer
 
@@ -126,8 +126,8 @@ def tenant_digest(tenant: str) -> bytes:
     """Return the 16 bytes for a tenant in headers: a digest, so that names may have any length; zeros for ""."""
     if not tenant:
         return bytes(DIGEST_BYTES)
-    if is_namespace(tenant):
-        return namespace_digest(tenant).ljust(DIGEST_BYTES, b"\0")
+    if named := namespace_digest(tenant):
+        return named.ljust(DIGEST_BYTES, b"\0")
     return _digest(tenant.encode("utf-8", "surrogatepass"), person=b"kvoffload tenant").digest()
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 from caching import state, store
 from helpers import keys
+from interrupts import interrupt_at
 from seeds import seeds
 from session_host import TURN, Host
 from worlds import Fifo
@@ -117,6 +120,26 @@ def test_the_same_name_again_changes_nothing() -> None:
     index.use_weights("one")
     assert state(index) == before
     assert promotion.ready == 4
+
+
+@pytest.mark.parametrize("again", ["one", "two"])
+def test_after_an_interrupt_the_keys_of_the_weights_in_use_stay_and_the_next_call_is_made(again: str) -> None:
+    for point in count(1):
+        events: list[CacheEvent] = []
+        index = CacheIndex(8, on_event=events.append)
+        index.use_weights("one")
+        store(index, FOUR)
+        over = not interrupt_at(point, partial(index.use_weights, "two")).raised
+        index.check()
+        assert index.statistics().of_other_weights == (0 if index.statistics().weights == "one" else 4), point
+        index.use_weights(again)
+        assert (index.lookup(FOUR), index.statistics().of_other_weights) == ((4, 0) if again == "one" else (0, 4)), (
+            point
+        )
+        assert [event.weights for event in events if event.kind == "weights"][-1] == again
+        if over:
+            assert point > 10
+            return
 
 
 # open requests
