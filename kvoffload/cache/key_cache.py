@@ -152,9 +152,7 @@ class KeyCache(Closing):
         return self._records.look_up(([check_keys(keys, tag=self._weights.now.tag)], self._most_hits))[0]
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """Look up several requests in one call, and return the hits of each: the cache does not change in between.
-        Raises as `lookup`: LayoutError, ClosedError.
-        """
+        """Look up several requests in one call, and return the hits of each. Raises as `lookup`."""
         if self._asks is not None:
             self._look()
         tag = self._weights.now.tag
@@ -314,16 +312,18 @@ class KeyCache(Closing):
         is loaded, for you to throw away. Open requests, which depend on both weights, store nothing more.
 
         Args:
-            name: at most 512 characters without NUL, such as "policy@step-1200", the same for the same weights in all
-                processes that share a tier, a store or a pool; "", as before the first call: no name.
+            name: at most 512 characters, no NUL, the same for the same weights wherever a tier or pool is shared. "" is
+                the name before the first call.
 
         Raises:
             TypeError, ValueError: no such text. RuntimeError: called inside another call. ClosedError: a forked child.
         """
-        check_weights(name)
-        locked(self._records, lambda state: state.use_weights(name))
-        if self._tiers is not None:
-            self._tiers.post(self._weights.in_use)
+        if check_weights(name) != self._weights.told:
+            self._weights.told = None
+            locked(self._records, lambda state: state.use_weights(name))
+            if self._tiers is not None:
+                self._tiers.post(self._weights.in_use)
+            self._weights.told = name
 
     def reserve(
         self,

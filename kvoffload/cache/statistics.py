@@ -190,7 +190,6 @@ class StatisticsRecorder:
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
         self._counts = Counter[tuple[EventKind, str]]()  # keys, by the event's kind and tenant
         self._touched_blocks = 0
-        self._weights = ""  # the name that was reported last
         try:
             self._stored_at = np.zeros(capacity)  # by entry, seconds
             self._touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
@@ -341,10 +340,8 @@ class StatisticsRecorder:
                     del self._notifier["now"]
 
     def note_weights(self, name: str) -> None:
-        """Report which weights are used from now on, unless that was reported."""
-        if self._on_event is not None and name != self._weights:
+        if self._on_event is not None:
             self.unreported.append(CacheEvent("weights", (), "", name))
-            self._weights = name
 
     def announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:

@@ -29,12 +29,13 @@ LONGEST_NAME = 512  # characters: with identity and tenant it fits into one mess
 _MOST_NAMES = 4096  # that events still tell from a key
 
 
-def check_weights(name: str) -> None:
-    """Raise TypeError or ValueError if this is no name of weights."""
+def check_weights(name: str) -> str:
+    """Return a name of weights. Raises TypeError, ValueError: it is none."""
     if not isinstance(name, str):
         raise TypeError(f'name must be a string such as "policy@step-1200", got {shown(name)}')
     if _NUL in name or len(name) > LONGEST_NAME:
         raise ValueError(f"name must have at most {LONGEST_NAME} characters, and no NUL character, got {shown(name)}")
+    return name
 
 
 @lru_cache(64)
@@ -91,12 +92,14 @@ class UsedWeights:
     Attributes:
         now: the weights of the calls that begin now.
         names: of weights used lately, by their tags.
+        told: the name that hooks, tiers and the owner of a pool know of; None: a change was interrupted or refused.
         kept: the names whose keys do not go first, of an index with keys of several; None: that of `now`.
     """
 
     def __init__(self) -> None:
         self.now = Weights()
         self.names: dict[bytes, str] = {}
+        self.told: str | None = ""
         self.kept: frozenset[str] | None = None
 
     @property

@@ -211,7 +211,7 @@ def test_after_a_restart_a_disk_keeps_the_records_of_all_tenants_of_the_weights_
         for name, first in (("", 0), ("a", 4)):
             bench.cache.store(keys(range(first, first + 2)), [0, 1], after=NO_WAIT, tenant=name).wait(SECONDS)
     with opened() as bench:
-        pools = bench.manager.tiers[0].tier._disk.index._state.pools  # type: ignore[attr-defined]
+        pools = bench.manager.tiers[0].tier._disk.index._state.pools
         assert pools.of_other_weights == 4
         bench.cache.use_weights("one")
         assert bench.cache.drain(SECONDS)

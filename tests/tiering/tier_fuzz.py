@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -395,6 +396,9 @@ def fuzz(
                 os.write(pipe, b"[]\n")
             done = dict(world.run(operations, threads, seed))
             figures = bench.cache.tier_statistics()
+    except BaseException:
+        traceback.print_exc()  # where it is to be killed nobody else does
+        raise
     finally:
         breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE = before
         logging.getLogger("kvoffload").setLevel(logging.NOTSET)
@@ -417,8 +421,9 @@ def main() -> None:
             disk = Path(folder) / "disk" if seed % 2 else None
             run = partial(fuzz, options.each, disk=disk, groups=1 + (seed % 3 == 2), codec=options.codec)
             if disk is not None:
+                gc.collect()  # a child that lets go of the pools of caches before may unmap memory of its own
                 _, status = killed(partial(run, -seed), random.Random(seed).uniform(0.2, 3.0))
-                assert status == -signal.SIGKILL, f"seed {-seed} has ended before it was killed: well, or wrong"
+                assert status == -signal.SIGKILL, f"seed {-seed} has ended before it was killed, with status {status}"
                 total["kills"] += 1
             done = run(seed)
             total.update(done)
