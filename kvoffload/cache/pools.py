@@ -329,7 +329,7 @@ class Pools:
         needed = {pool.beside for pool in self.all if len(pool.policy)}
         gone = {pool for pool in self._unused.values() if not len(pool.policy)} - needed
         self.by_tenant = {name: each for name, each in self.by_tenant.items() if each not in gone}
-        self._beside = {key: each for key, each in self._beside.items() if gone.isdisjoint((each, each.beside))}
+        self._beside = {key: each for key, each in self._beside.items() if each not in gone}
         self._unused = {number: each for number, each in self._unused.items() if each not in gone}
         for pool in gone:
             pool.gone = True  # last: after an interrupt it is dropped again

@@ -39,7 +39,7 @@ NOTHING = [0, [0, 0], [Status.MISS] * 4, [Status.MISS] * 4, ["missing"] * 4, 0, 
 ALL = [4, [4, 2], [Status.HIT] * 4, [Status.HIT] * 4, ["host"] * 4, 4, FOUR]
 
 
-@pytest.mark.parametrize("before", ["", "one"])
+@pytest.mark.parametrize("before", ["", "one", 512 * "\udc80"])
 def test_no_call_finds_keys_of_other_weights_and_all_find_them_again(before: str) -> None:
     index = CacheIndex(8)
     index.use_weights(before)
@@ -180,6 +180,20 @@ def test_keys_of_other_weights_go_first_in_the_order_in_which_these_went_out_of_
     assert left == {"one": 4, "two": 1, "three": 4}
 
 
+def test_weights_that_came_back_between_go_last() -> None:
+    index = CacheIndex(12, policy="lru")
+    for number, name in enumerate(("one", "two", "three", "one", "four")):
+        index.use_weights(name)
+        if number < 3:
+            store(index, FOUR)
+    store(index, FOUR)
+    left = {}
+    for name in ("one", "two", "three"):
+        index.use_weights(name)
+        left[name] = index.lookup(FOUR)
+    assert left == {"one": 4, "two": 0, "three": 4}
+
+
 @pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "s3fifo"])
 def test_after_ten_changes_the_weights_in_use_have_all_entries_within_one_turn_over(policy: Any) -> None:
     index = CacheIndex(64, policy=policy)
@@ -194,13 +208,15 @@ def test_after_ten_changes_the_weights_in_use_have_all_entries_within_one_turn_o
     index.check()
 
 
-def test_neither_priority_nor_quota_nor_a_promise_protects_keys_of_other_weights() -> None:
+@pytest.mark.parametrize("weights", [("", "one"), ("one", "")])
+def test_neither_priority_nor_quota_nor_a_promise_protects_keys_of_other_weights(weights: tuple[str, str]) -> None:
     tenants = {"vip": Tenant(priority=9), "bound": Tenant(max_blocks=2)}
     host = Host(8, tenants=tenants)
+    host.index.use_weights(weights[0])
     host.trusted("a", *TURN[:2], ttl=60)
     with host.index.reserve(keys(10, 11), tenant="vip"), host.index.reserve(keys(20, 21), tenant="bound"):
         pass
-    host.index.use_weights("one")
+    host.index.use_weights(weights[1])
     host.store(keys(*range(100, 108)))
     assert host.index.statistics().of_other_weights == 0
     assert host.index.lookup(keys(*range(100, 108))) == 8
@@ -253,6 +269,11 @@ def test_keys_that_a_hint_has_moved_have_their_pool_back_with_their_weights(hint
     host.index.touch(keys(*TURN))
     host.index.check()
     assert host.index.lookup(keys(*TURN)) == 4
+    for name in ("two", "one"):  # now the pools beside it are gone
+        host.index.use_weights(name)
+        store(host.index, keys(70), tenant="b")
+    host.trusted("c", *TURN, ttl=60)
+    host.index.check()
 
 
 def test_a_change_that_an_interrupt_ends_is_made_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
