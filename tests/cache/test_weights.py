@@ -294,6 +294,17 @@ def test_a_change_that_an_interrupt_ends_is_made_or_not(monkeypatch: pytest.Monk
         index.check()
 
 
+def test_names_that_are_kept_are_kept_by_repair() -> None:
+    index = CacheIndex(8)
+    index.use_weights("one")
+    store(index, FOUR)
+    index.records.keep_weights(frozenset({"one", "two"}))
+    index._state.consistent = False  # as after an interrupt
+    index.records.keep_weights(frozenset({"two"}))
+    index._state.consistent = False
+    assert index.statistics().of_other_weights == 4
+
+
 def test_a_tenant_is_looked_up_without_the_lock_and_changes_nothing() -> None:
     index = CacheIndex(8, tenants={"a": Tenant(max_blocks=2)})
     index.use_weights("one")

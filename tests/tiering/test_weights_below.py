@@ -88,7 +88,7 @@ def test_a_promotion_and_a_fetch_that_wait_for_a_tier_end_with_nothing() -> None
         promotion = bench.cache.promote(FOUR, deadline=None)
         chained = promotion.load(bench.blocks(range(8, 12)), after=NO_WAIT)
         fetch = bench.cache.fetch(FOUR, bench.blocks(range(12, 16)), after=NO_WAIT, deadline=None)
-        until(lambda: tier.begun)
+        until(lambda: tier.begun[-1][0] == "read")
         bench.cache.use_weights("two")
         assert promotion.wait(SECONDS) == 0
         assert (chained.wait(SECONDS), fetch.wait(SECONDS), fetch.hits) == ((), 0, 0)
