@@ -34,7 +34,7 @@ SEARCH = {  # page of the site: words for which it should be the first result, a
     "guides/inside-a-server.md": ["hybrid", "sliding window", "local attention", "Gemma", "Mamba"],
     "guides/metrics.md": ["monitor", "monitoring", "Prometheus", "Grafana", "alerts", "dashboard"],
     "guides/ranks-in-processes.md": ["multiprocess", "ranks"],
-    "guides/several-engines.md": ["shared pool", "share", "replicas", "daemon"],
+    "guides/several-engines.md": ["shared pool", "share", "share a cache", "replicas", "daemon"],
     "guides/one-call.md": ["getting started", "quickstart", "tutorial", "open_cache"],
     "guides/quantized-caches.md": ["quantized", "quantization", "fp8", "int8", "scales"],
     "guides/share-a-store.md": ["S3", "Redis", "Valkey", "distributed", "cluster", "TTL"],

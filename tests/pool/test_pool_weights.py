@@ -76,10 +76,11 @@ def test_keys_of_weights_that_no_member_uses_go_first(tmp_path: Path) -> None:
 def test_a_new_owner_hears_which_weights_its_members_use(tmp_path: Path) -> None:
     first = PoolOwner(tmp_path / "pool", nbytes=region_bytes(8), policy="lru", tenants={"t": Tenant()})
     with member(first.path, tenant="t") as a:
+        use(a, "one")
+        a.store(*range(4))  # older, so they would go first
         use(a, "two")
         a.store(*range(10, 14))
         use(a, "one")
-        a.store(*range(4))
         first.close()
         with PoolOwner(tmp_path / "pool", nbytes=region_bytes(8), policy="lru", tenants={"t": Tenant()}):
             eventually(lambda: a.hits(*range(4)) == 4, "the member is back, and its keys", SECONDS)

@@ -181,7 +181,7 @@ FOUND = {  # what somebody types: the page that comes first, and the heading of 
     "kubernetes": "faq#how-do-i-run-it-in-a-container-docker-kubernetes",
     "lmcache": "faq#how-does-it-compare-with-lmcache-hicache-or-mooncake",
     "latency": "benchmarks/time-to-first-token",
-    "lora": "faq#the-model-changes-new-weights-a-lora-adapter-a-fine-tune-what-about-old-blocks",
+    "lora": "guides/weights-that-change",
     "macos": "limits",
     "minio": "guides/share-a-store#which-store",
     "memlock": "guides/size-a-pool",
