@@ -118,7 +118,7 @@ def main() -> int:
     size = ModelSize(layers=2, width=64, query_heads=4, kv_heads=2, head_size=16, hidden=128, vocabulary=256)
     weights, other = llama.random_weights(size, "float32"), llama.random_weights(size, "float32", seed=1)
     options = partial(EngineOptions, identity="rollouts", context_tokens=CONTEXT, batch=8, share_generated=True)
-    # The device holds an eighth of what a step needs, the pool all of it, and with adapters that of both.
+    # The device holds a third of what a step needs, the pool all of it, and with adapters that of both.
     blocks = TASKS * SAMPLES * CONTEXT // 16 * (2 if chosen.adapter else 1)
     few = options(device_blocks=8 * CONTEXT // 16 + 1, pool_bytes=blocks * 8192, prefill_tokens_per_second=1.0)
     train = jax.jit(partial(trained, size))
