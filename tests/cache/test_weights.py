@@ -124,7 +124,7 @@ def test_the_same_name_again_changes_nothing() -> None:
 
 @pytest.mark.parametrize("again", ["one", "two"])
 def test_after_an_interrupt_the_keys_of_the_weights_in_use_stay_and_the_next_call_is_made(again: str) -> None:
-    for point in count(1):
+    for point in count(1, 11):
         events: list[CacheEvent] = []
         index = CacheIndex(8, on_event=events.append)
         index.use_weights("one")
