@@ -322,7 +322,7 @@ class KeyCache(Closing):
             self._weights.told = None
             locked(self._records, lambda state: state.use_weights(name))
             if self._tiers is not None:
-                self._tiers.post(self._weights.in_use)
+                self._tiers.keep_weights(self._weights.in_use)
             self._weights.told = name
 
     def reserve(

@@ -266,7 +266,7 @@ class Region:
         names = frozenset(split_namespace(member.tenant)[1] for member in indexing)
         self.records.keep_weights(names)
         if self.index._tiers is not None:
-            self.index._tiers.post(names)
+            self.index._tiers.keep_weights(names)
 
     # members ------------------------------------------------------------------------------------------------------
 

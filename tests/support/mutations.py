@@ -401,9 +401,9 @@ MUTATIONS = (
     # that no test noticed in 0.2.0.dev0
     Mutation(
         "groups-inside-another-one-are-apart",
-        "engine/hazards.py",
-        "        if stop > end:\n",
-        "        if True:\n",
+        "layout/planes.py",
+        "        end = max(end, planes[index].end)\n",
+        "        end = planes[index].end\n",
         ("tests/engine/test_hazards.py::test_a_group_inside_another_one_shares_its_entry_also_behind_a_third",),
     ),
     Mutation(

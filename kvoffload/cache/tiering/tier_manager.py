@@ -52,10 +52,8 @@ _MOST_ENDED = 256  # requests that wait for their stores
 
 _R = TypeVar("_R")
 
-Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | frozenset[str] | tuple[bytes, ...]"
-"""A promotion to begin, a load to chain, what happened, keys to demote, the names of the weights in use from now on, or
-the keys of a request that has ended.
-"""
+Message: TypeAlias = "PromotionRecord | PromotedLoad[Any] | CacheEvent | Demotion | tuple[bytes, ...]"
+"""A promotion to begin, a load to chain, what happened, keys to demote, or those of a request that has ended."""
 
 
 class Removal:
@@ -121,6 +119,7 @@ class TierManager:
         self._promoter = Promoter(records, self.tiers, self.compute, _PROMOTING, notify)
         self._writer = Writer(records, self.tiers, _WRITING, notify, choice)
         self._messages = deque[Message]()
+        self._weights = self._told = frozenset[str]()  # names of those in use, and as the tiers have heard
         self._lost_events = False
         self._demoted: list[Demotion] = []
         self._chained: list[PromotedLoad[Any]] = []
@@ -145,6 +144,11 @@ class TierManager:
         )
         if may_come or not record.end_with_what_is_here(self._records, found):
             self.post(record)
+
+    def keep_weights(self, names: frozenset[str]) -> None:
+        """Have the thread tell the tiers which weights are in use. No message: there may be any number of changes."""
+        self._weights = names
+        self.wake()
 
     def demote(self, keys: tuple[bytes, ...], tenant: str, request: RequestRecord) -> None:
         self.post(Demotion(keys, tenant, request))
@@ -270,6 +274,10 @@ class TierManager:
             for record in self._promoter.abandon():
                 record.end()
             self._writer.forget(set)
+        if self._told is not self._weights:
+            self._told = self._weights
+            for below in self.tiers:
+                below.keep_weights(self._told)
         while self._messages:
             message = self._messages.popleft()
             if isinstance(message, CacheEvent):
@@ -281,9 +289,6 @@ class TierManager:
             elif isinstance(message, Demotion):
                 self._write([key for key, has in zip(message.keys, self._has(message.keys), strict=True) if not has])
                 self._demoted.append(message)
-            elif isinstance(message, frozenset):
-                for below in self.tiers:
-                    below.keep_weights(message)
             else:
                 self._ended.append(message)
         closed = BreakerState.CLOSED
