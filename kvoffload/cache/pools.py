@@ -72,7 +72,7 @@ class Pool:
         selective: whether the policy is asked, or a quota applies, even where there is room.
         beside: of keys released or retained: the pool of the same keys otherwise.
         released: whether its keys were released.
-        weights: the name of those that the keys are of.
+        weights: the name of its keys' weights.
         usual: its priority while these are in use.
         gone: whether its number is for another pool.
     """
@@ -201,7 +201,7 @@ class Pools:
             if not isinstance(tenant, Tenant):
                 raise TypeError(f"tenants[{name!r}] must be a Tenant, got {tenant!r:.80}")
         self.tenants: Mapping[str, Tenant] = {"": Tenant(), **tenants}
-        self.capacity = self._most = capacity  # the entries that there are; those that policies are made for
+        self.capacity = self._most = capacity  # entries now; and in the end, for which policies are made
         self._policy = policy
         self.all: list[Pool] = []  # by number
         self.by_tenant: dict[str, Pool] = {}  # and by namespace

@@ -87,7 +87,7 @@ class Weights(NamedTuple):
 
 
 class UsedWeights:
-    """The weights that a cache uses, and those that it has used.
+    """The weights that a cache uses now, and the names of earlier ones.
 
     Attributes:
         now: the weights of the calls that begin now.

@@ -26,7 +26,7 @@ _Other = TypeVar("_Other")
 
 
 def index_or(value: Any, other: _Other) -> int | _Other:
-    """Return an integer of any library as an int; `other` for a bool, and for what is no integer."""
+    """Return an integer of any library as an int; `other` for a bool, and for anything that is no integer."""
     try:
         return other if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -110,8 +110,10 @@ class OtherMemoryError(Exception):
     """A member's memory is not the region's: this owner will never take it."""
 
 
-def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
-    """Pack keys, with a salt in front of each. Raises LayoutError: one has more than 64 bytes."""
+def pack_keys(keys: Sequence[bytes], salt: bytes = b"", tag_bytes: int = 0) -> bytes:
+    """Pack keys, with a salt in front of each. Raises LayoutError: one has more than 64 bytes then. Of each key the user
+    has not given the first `tag_bytes`.
+    """
     if salt:
         keys = [salt + key for key in keys]
     try:
@@ -119,10 +121,10 @@ def pack_keys(keys: Sequence[bytes], salt: bytes = b"") -> bytes:
     except ValueError:  # one of more than 255
         lengths = b"\xff"
     if max(lengths, default=0) > MOST_KEY_BYTES:
-        place = next(place for place, key in enumerate(keys) if len(key) > MOST_KEY_BYTES)
+        place, ours = next(at for at, key in enumerate(keys) if len(key) > MOST_KEY_BYTES), len(salt) + tag_bytes
         raise LayoutError(
-            f"keys[{place}] has {len(keys[place])} bytes, and those of a shared pool have at most {MOST_KEY_BYTES}: "
-            "take those of chain_keys"
+            f"keys[{place}] has {len(keys[place]) - ours} bytes, and those of a shared pool have at most "
+            f"{MOST_KEY_BYTES - ours}: take those of chain_keys"
         )
     return NUMBER.pack(len(keys)) + lengths + b"".join(keys)
 

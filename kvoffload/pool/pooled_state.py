@@ -117,7 +117,7 @@ class PooledState(CacheState):
         self._removed = self.pool.next_number()
 
     def pack(self, keys: list[bytes]) -> bytes:
-        return messages.pack_keys(keys, self.salt)
+        return messages.pack_keys(keys, self.salt, len(self.weights.now.tag))
 
     def repair(self) -> None:
         """Repair as every state does, and tell the owner what has ended."""

@@ -11,7 +11,7 @@ import pytest
 from pooling import SECONDS, Member, eventually, keys_of, member, members, region_bytes, rows_of
 from seeds import seeds
 
-from kvoffload import Tenant
+from kvoffload import NO_WAIT, LayoutError, Tenant
 from kvoffload.pool import PoolOwner
 
 
@@ -114,3 +114,12 @@ def test_changes_at_random_find_no_byte_of_other_weights(tmp_path: Path, seed: i
             one.store(*rng.sample(range(8), 3))
             one.check_hits(range(8))
             assert one.cache.status(keys_of([40]))[0].value == "miss"
+
+
+@pytest.mark.parametrize(("name", "most"), [("", 64), ("one", 48)])
+def test_a_key_that_is_too_long_is_refused_with_the_length_that_was_given(tmp_path: Path, name: str, most: int) -> None:
+    with PoolOwner(tmp_path / "pool", nbytes=region_bytes(8)) as owner, member(owner.path) as a:
+        use(a, name)
+        a.cache.store([bytes(most)], [1], after=NO_WAIT).wait(SECONDS)
+        with pytest.raises(LayoutError, match=rf"keys\[0\] has {most + 1} bytes, .* have at most {most}: "):
+            a.cache.lookup([bytes(most + 1)])

@@ -88,7 +88,8 @@ class PromotionRecord:
         leases: hold the entries of keys that came, or were there.
         brought: how many of the leased entries tiers have filled.
         refuse_nested: raises RuntimeError inside another call, which must not wait.
-        used, weights: of the cache; those that the keys are of.
+        used: the cache's, which change.
+        weights: the keys'.
         request: open, whose keys these are.
         tiers: by position, the name of the tier that brought the key.
         ended: whether `ready` is final.
