@@ -111,8 +111,8 @@ class OtherMemoryError(Exception):
 
 
 def pack_keys(keys: Sequence[bytes], salt: bytes = b"", tag_bytes: int = 0) -> bytes:
-    """Pack keys, with a salt in front of each. Raises LayoutError: one has more than 64 bytes then. Of each key the user
-    has not given the first `tag_bytes`.
+    """Pack keys, with a salt in front of each. Raises LayoutError: one has more than 64 bytes then. Its first
+    `tag_bytes` are not the user's.
     """
     if salt:
         keys = [salt + key for key in keys]
