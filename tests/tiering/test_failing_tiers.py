@@ -142,7 +142,9 @@ def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
-        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        promotion = bench.cache.promote(keys([0]), deadline=0.5)
+        until(lambda: tier.hung == 1)
+        assert promotion.wait(SECONDS) == 0
         assert bench.cache.tier_statistics()[0].opened == 0
         for number in range(1, 5):
             assert bench.cache.promote(keys([number]), deadline=None).wait(SECONDS) == 0
