@@ -38,6 +38,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 PAGE_BYTES = mmap.PAGESIZE
 RANGE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+_MADV_WIPEONFORK = 18  # linux/mman.h, since Linux 4.14; Python has no name for it
 SPARE_BYTES = 256 << 20  # left to the rest of the machine
 MOST_THREADS = 16  # that touch pages at a time
 BESIDE_SERVING = 4  # the same of a pool that grows: on 16 CPUs transfers waited 8 ms at most; beside 16 threads, 30 ms
@@ -223,10 +224,11 @@ def _map(nbytes: int) -> UInt8Array:
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(why_not_pinned(nbytes, f"Linux would not map it: {error}")) from error
     # Huge pages: 2.4 times as fast to touch and register. Not every kernel has them.
-    # DONTFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):
-            mapping.madvise(getattr(mmap, advice))
+    # WIPEONFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees. A
+    # child gets zeros. DONTFORK leaves a hole, where a child's own memory may lie by the time that it unmaps this.
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+        with contextlib.suppress(OSError):
+            mapping.madvise(advice)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import COPY_ENGINE_ONLY, STAGING, copiers_in
+from programs import run_program
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, Direction, KVLayout, OffloadEngine
@@ -253,6 +254,36 @@ def test_a_machine_that_tells_nothing_is_not_refused(
     assert hostinfo.numa_node_cpus(0) == frozenset()
     assert hostinfo.pci_device("0000:01:00.0").generation is None
     unpin(device, pin(device, PAGE_BYTES))
+
+
+def test_a_forked_child_has_zeros_and_its_own_memory_lies_elsewhere() -> None:
+    """The child maps memory, lets go of the pool that it got from its parent, and still has what it mapped."""
+    out = run_program(
+        """
+        import gc, mmap, os, warnings
+        import kvoffload
+        from kvoffload.device.pinned import PinnedMemory
+        warnings.simplefilter("ignore")  # since 3.12 of a fork beside threads
+        device = kvoffload.open_device(backend="simulated")
+        with device.current():
+            pool = PinnedMemory(device.driver, 64 << 20)
+        pool.array[:] = 1
+        child = os.fork()
+        if child == 0:
+            zeros = not pool.array.any()
+            mine = [mmap.mmap(-1, 1 << 20) for _ in range(256)]
+            for each in mine:
+                each[0] = 7
+            del pool
+            gc.collect()
+            os._exit(0 if zeros and all(each[0] == 7 for each in mine) else 1)
+        print(os.waitpid(child, 0)[1], pool.array.all())
+        with device.current():
+            pool.release()
+        device.close()
+        """
+    )
+    assert out.split() == ["0", "True"]
 
 
 def test_a_size_that_cannot_be_mapped_is_a_capacity_error(device: kvoffload.Device) -> None:
