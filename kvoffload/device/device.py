@@ -393,7 +393,8 @@ class Device(Closing):
         return len(self._resources.registered)
 
     def reclaim(self) -> None:
-        with self.current():
+        """Free what you have dropped, under `lifecycle`: no `close` ends meanwhile. Call `refuse_nested` first."""
+        with self.lifecycle, self.current():
             self.advance_engines()
             texts = self._resources.collect()
         warn_unreleased(texts)

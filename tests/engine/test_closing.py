@@ -197,6 +197,22 @@ def test_an_engine_made_while_its_device_closes_is_closed_or_refused(seed: int) 
             engine.close()
 
 
+def test_no_other_thread_closes_a_device_that_frees_what_was_dropped(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context would be gone in the middle: a DriverError in place of a ClosedError."""
+    refused = []
+
+    def close() -> None:
+        with pytest.raises(TimeoutError, match="another thread opens or closes an engine"):
+            device.close(timeout=0.01)
+        refused.append(True)
+
+    monkeypatch.setattr(kvoffload.Device, "advance_engines", lambda _: in_threads(close))
+    device.stream().close()
+    assert refused == [True]
+
+
 def test_an_engine_closes_while_another_thread_keeps_submitting(seed: int) -> None:
     device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     engine = engine_on(device)
