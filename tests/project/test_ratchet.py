@@ -116,7 +116,8 @@ def test_a_warm_call_takes_no_more_calls_through_no_more_files(name: str) -> Non
         calls = MEASURED[name]()
     finally:
         gc.enable()
-    lowers = sys.version_info < (3, 12)  # from then on a comprehension is no call
+    # From 3.12 on a comprehension is no call; and a fetch looks or not, by how far the tiers' thread is.
+    lowers = sys.version_info < (3, 12) and "tier" not in name
     check(f"calls of {name}", calls.total, CALLS[name], calls, lowers)
     check(f"files of {name}", len(calls.files), FILES[name], calls, lowers)
     check(f"changes of file of {name}", calls.changes, CHANGES[name], calls, lowers)
