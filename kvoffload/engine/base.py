@@ -445,7 +445,7 @@ class Engine(Closing, Generic[_After, _Plan]):
         self._for_each(Shard.check_usable)
 
     def check_parts(self, parts: PartsLike) -> None:
-        """Raise LayoutError, TypeError or ValueError unless a load of any group, on all devices, can have these `parts`."""
+        """Raise what a load with these `parts` would raise for them, for any group and device."""
         self._for_each(partial(Shard.check_parts, parts=parts))
 
     def check_room(self, jobs: int) -> None:

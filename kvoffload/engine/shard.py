@@ -17,14 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvoffload.copiers import (
-    CopierSet,
-    Share,
-    check_carries_parts,
-    checked_staging,
-    shape_of,
-    shares_together,
-)
+from kvoffload.copiers import CopierSet, Share, check_carries_parts, checked_staging, shape_of, shares_together
 from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import Question, check_prefer, rank
 from kvoffload.device.device import Device
