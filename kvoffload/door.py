@@ -84,7 +84,7 @@ def open_cache(
             and the cache has more entries as the rest is. Give this, or `pool`.
         pool: instead, a pool that engines of this host share, each over one device: the path of its owner's socket,
             with `identity` (start the owner first: `kvoffload pool serve`); or a `SharedPool` attached to this layout,
-            which you close after the cache. Policy, tenants and tiers are the owner's: give none of them here.
+            which you close after the cache. Of the rest give only axes, blocks_per_slot and device: its owner decides.
         axes: for arrays, what each axis counts: "blocks", and where there are such axes "planes" (K and V, layers) and
             "tokens". The others are the axes of a block; call them what you like, but the same in all programs that
             share stored bytes: `("planes", "blocks", "tokens", "heads", "dim")`. Keys need "tokens".
@@ -104,7 +104,7 @@ def open_cache(
 
     Raises:
         LayoutError: an array is not in GPU memory, or does not have these axes; or as for `KVLayout` and `DiskTier`.
-        CapacityError: `pool_bytes` holds no key, or cannot be pinned; or there is too little disk.
+        CapacityError: `pool_bytes` is above 0 and holds no key, or cannot be pinned; or there is too little disk.
         ValueError, TypeError, FileNotFoundError: an argument, such as a `pool` without a socket.
         The others of `open_device`, `OffloadEngine`, `DiskTier`, `SharedPool.attach`, `BlockCache`. Nothing stays open.
     """

@@ -12,7 +12,7 @@ or the message says so.
 
 class KVOffloadError(Exception):
     """The base class of kvoffload's own exceptions. Calls also raise plain TimeoutError, ValueError, TypeError and
-    RuntimeError.
+    RuntimeError, and OSError where files and sockets are concerned.
     """
 
 
@@ -37,8 +37,8 @@ class CapabilityError(KVOffloadError):
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A key to load or `acquire` is not in the cache. Or it is pending, and you did not give `pending=True`, or no
-    store of it was submitted yet. Nothing was loaded or leased. Also a LookupError.
+    """A key to load or `acquire` is not in the cache. Or it is pending, and you did not give `pending=True`, or the
+    cache knows no transfer that fills it. Nothing was loaded or leased. Also a LookupError.
     """
 
 

@@ -65,8 +65,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     If a tier fails, hangs or is full, its keys are misses; only `remove` and `clear` raise an error for it. No GPU
     stream waits for a tier. To move the bytes yourself, reserve slots, fill them and commit; or acquire a lease, read,
-    release it. Inside another call in the same thread (in a policy or signal handler) a call raises RuntimeError, or
-    answers at once.
+    release it. Inside another call in the same thread (in a signal handler or a policy) calls raise RuntimeError. But
+    look-ups answer at once and count nothing, unless a policy asks (over a shared pool all keys are misses then); and
+    the next call does a `release` or `abort`. In a forked child all calls but `close` and `keys` raise ClosedError.
 
     Args:
         engine: an OffloadEngine, or a ShardedEngine; then `after` and `order_before` take a list with one element per
@@ -78,15 +79,18 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             declines nothing, since tiers can be given only keys in slots.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
-        max_load_blocks: the most hits that `lookup` reports; None: no limit. (A very long load delays all others.)
+        max_load_blocks: the most hits that `lookup` and `lookup_many` report for a request, but not `promote` or
+            `fetch`; None: no limit. (A very long load delays all others.)
         on_event: called with each `CacheEvent`, one at a time, in order, outside all locks: at the end of a call of the
             cache, or of `wait` or `done` of its jobs, in the thread that made the call, or in one that is in `on_event`
-            at that time; with tiers in a thread of the cache, too. It may call the cache, but each call adds its own
-            events: one that answers every "hit" with a `lookup` never ends. What would wait there for tiers raises
-            RuntimeError: `wait` and `hits` of a fetch, or `drain`. An exception from it becomes a KVOffloadWarning.
+            at that time; with tiers, a shared pool, or an awaited job, in a thread of the library, too. It may call the
+            cache, but each call adds its own events: one that answers every "hit" with a `lookup` never ends. In the
+            tiers' thread `drain`, `wait` of a promotion, and `wait`, `hits` and `order_before` of a fetch that is not
+            `submitted` raise RuntimeError. An Exception from it becomes a KVOffloadWarning.
         tiers: asked in this order, each for the keys that the tiers before did not bring. Each key that is written goes
             to all. The cache closes them when it is closed or garbage; if this constructor raises, close them yourself.
-            Empty: no tiers; the arguments below have no effect, though wrong ones may be refused.
+            Empty: no tiers; `write`, `prefill_tokens_per_second` and `hung` have no effect then, though wrong ones may
+            be refused.
         write: which keys are written to the tiers. "admitted": keys worth a write, chosen at the end of requests
             (`touch`, `CacheRequest.end`) by what was asked for again before; "through": keys once they are stored;
             "back": keys shortly before they are evicted; "none": none. Nothing waits for a write: keys that are evicted
@@ -99,8 +103,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             number: all keys are promoted, always.
         hung: seconds after which a tier's call counts as hanging. The tier is not used until that call returns.
         pool: a `SharedPool`, over whose memory the engine is, and no other cache. Its owner has the index: policy,
-            tenants, store_after and tiers are its own, and keys are hits for all members. Where no owner answers, every
-            key is a miss.
+            tenants and tiers are its own (given here, they raise ValueError, as store_after does), and keys are hits
+            for all members. Where no owner answers, every key is a miss, and every store is declined.
 
     Attributes:
         engine: as given.
@@ -110,11 +114,13 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
     Raises:
         CapacityError: the engine has slots, but fewer than groups; fewer jobs may be in flight than there are groups;
-            another cache guards its slots, or is over `pool`, or the engine is not; there is no memory for `capacity`
-            keys; or there are tiers and no slots.
-        ClosedError: the engine is closed.
-        LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block.
+            another cache guards its slots, or is over `pool`; the engine is not over the memory of `pool`; there is no
+            memory for `capacity` keys; or there are tiers and no slots.
+        ClosedError: the engine or `pool` is closed, or this is a forked child.
+        LayoutError: `prefill_tokens_per_second` and a layout without tokens_per_block; tiers, and slots with gaps; or
+            `pool` was attached with another layout.
         ValueError, TypeError: bad arguments; a policy object that another cache has or had.
+        RuntimeError: called inside another call of the engine in the same thread.
         The errors of `Tier.attach`.
     """
 
@@ -174,7 +180,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         request: CacheRequest | None = None,
     ) -> CacheJob:
         """Store the keys that are neither present, pending nor declined; `job.keys` has them. They are hits once the
-        job has ended; before that, only `load` and `acquire` with `pending=True` take them.
+        job has ended well, but for `job.unfit`; before that, only `load` and `acquire` with `pending=True` take them.
 
         Until the job is done, do not write the source blocks, except in work queued after `job.order_before(stream)`.
 
@@ -196,9 +202,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Raises:
             CapacityError: with `all_or_nothing`, a key would be declined; or the engine has no room for the transfer.
             ClosedError: `request` has ended; the engine is closed; or this is a forked child.
-            LayoutError: `keys` or `blocks` are no such lists; `keys` repeats a key.
+            LayoutError: `keys` or `blocks` are no such lists; `keys` repeats a key; an id is out of range.
             ValueError: no such tenant; `request` is of another cache, or has another tenant; `after` is refused; a
-                policy chose keys that must not be evicted.
+                policy chose keys that must not be evicted; `all_or_nothing` is no bool.
             TypeError: `after` or `request` is no such thing.
             TransferError: a stream in `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
@@ -278,10 +284,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (with several groups, a list for
                 each). No repeats.
             after: the GPU waits for this before it overwrites a block: it must cover work that still reads the blocks.
-                None: the legacy default stream. Values as for `OffloadEngine.store`; with a `ShardedEngine` a list with
-                one for each device.
-            pending: also load keys whose store was submitted and has not ended; the GPU waits for it, the host does
-                not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
+                None: the legacy default stream, which may be refused as in `store`. Values as for
+                `OffloadEngine.store`; with a `ShardedEngine` a list with one for each device.
+            pending: also load keys whose `store`, or `commit` with jobs, has not ended; the GPU waits for it, the host
+                does not. If such a store fails, the job's `wait` raises, and the loaded blocks must not be used.
             parts: copy the planes in parts, one after the other, for `job.order_before(stream, part=k)`: a number of
                 equal parts, or a list with the indices of the planes of each part. With several groups only a number,
                 which holds for each group. Groups are copied one after another; to wait for one,
@@ -289,11 +295,11 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             request: the open request that loads the keys; they are its keys from now on, see `CacheRequest`.
 
         Raises:
-            MissingKeyError: a key is absent or not ready; with `pending`, absent or only reserved.
-            LayoutError: `keys`, `blocks` or `parts` are no such lists, or `blocks` repeats an id.
+            MissingKeyError: a key is absent or not ready; with `pending`, absent, only reserved, or being promoted.
+            LayoutError: `keys`, `blocks` or `parts` are no such lists, or an id of `blocks` repeats or is out of range.
             CapacityError: the engine has no room for the transfer.
             ClosedError: `request` has ended; the engine is closed; or this is a forked child.
-            ValueError, TypeError: another argument.
+            ValueError, TypeError: another argument; TypeError also for `parts` that are neither a number nor a list.
             TransferError: a stream in `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
             RuntimeError: called inside another call in the same thread.
@@ -377,16 +383,16 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             keys: bytes, no repeats, in the order of the request; may be all of its keys.
             blocks: target ids for all keys, as for `load`, without repeats.
             after, parts: as for `load`. If tiers are asked, it follows what is on a stream when it is submitted, later.
-            deadline: seconds from now for tiers; None: no limit. The load of what came follows.
+            deadline: seconds from now for tiers; None: no limit (over a shared pool 60). The load of what came follows.
             tenant: whose quota and priority keys from tiers have. With `request`, leave it out: they are the request's.
             counted: whether it counts as a lookup; False if you have called `lookup` for these keys.
             request: the open request that the keys belong to, from when they are loaded. Do not end it before.
 
         Raises:
-            LayoutError: `keys` or `blocks` repeat an element, or are no such lists.
+            LayoutError: `keys` or `blocks` repeat an element, or these or `parts` are no such lists.
             ValueError: no such tenant; `deadline` is not above 0; `request` is of another cache, or has another tenant.
-            CapacityError, ClosedError, TransferError, RuntimeError: as `load`, which says when to call `engine.drain`
-                before you use the blocks. If tiers are asked, `hits`, `order_before` and `wait` may raise them instead.
+            ClosedError: there are tiers, and the cache is closed. The other errors of `load` but MissingKeyError: see
+                there when to call `engine.drain`. If tiers are asked, `hits`, `order_before`, `wait` may raise these.
         """
         from kvoffload.cache.tiering.promotion import FetchJob
 
@@ -425,7 +431,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         Give it all keys of the request, once: those that are present cost a look-up. With a `request` that has stored
         others in pieces, the new ones are enough. Returns once the copies are queued: until the job is done, do not
         write the source blocks, except in work queued after `job.order_before(stream)`. Arguments and errors as for
-        `store`: if one is raised, no use is recorded, and `request` stays open.
+        `store` without `all_or_nothing`: if one is raised, no use is recorded, and `request` stays open.
         """
         job = self.store(keys, blocks, after=after, tenant=tenant, request=request)
         if request is None:
@@ -438,7 +444,10 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers. A
         cache from `open_cache` then waits for its transfers, and closes its engine, and its device if it has opened it.
 
-        An engine of your own stays open; look-ups, loads and stores go on working. Idempotent.
+        An engine of your own stays open; look-ups, loads and stores go on working. If there were tiers, `fetch`,
+        `promote`, `drain`, and `remove` and `clear` unless `below=False`, raise ClosedError from then on. Idempotent.
+        In a forked child it does nothing, and returns True. The end of a `with` block calls `close()`, and does not
+        tell whether that returned False.
 
         Args:
             timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
@@ -448,9 +457,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             tier hang: call `close` again. Slots that such calls may touch are kept from other keys, and stay mapped.
 
         Raises:
-            RuntimeError: called inside another call of the cache, and there are tiers, or the cache has its engine from
-                `open_cache`.
-            ValueError: `timeout` is no number.
+            RuntimeError: called inside another call of the library in the same thread, and there are tiers, or the
+                cache has its engine from `open_cache`.
+            ValueError: `timeout` is no number, such as None.
             DriverError: the driver failed when an engine or device of `open_cache` was closed; call it again.
         """
         end = time.monotonic() + to_wait("timeout", timeout)

@@ -52,7 +52,7 @@ class CacheIndex(KeyCache):
 
     Args:
         capacity: keys that it holds, at most 2**32. With 0 every lookup misses, and every key is declined. Or a
-            `SharedPool`, whose owner has the index, see `BlockCache`.
+            `SharedPool`, whose owner has the index: see `pool` of `BlockCache`.
         policy, tenants, store_after, max_load_blocks, on_event, tiers, write, hung: as for `BlockCache`.
         pools: with tiers, the slots of each engine, in an order that never changes: uint8, (capacity, bytes), as for
             `Tier.attach`. They must stay mapped until `close` has returned True.
@@ -73,7 +73,7 @@ class CacheIndex(KeyCache):
         CapacityError: the memory for `capacity` keys cannot be allocated; there are tiers and no entries; or another
             cache is over the `SharedPool`.
         ClosedError: the `SharedPool` is closed.
-        LayoutError: `pools` do not fit `capacity`.
+        LayoutError: `pools` do not fit `capacity`, or are not as `Tier.attach` says.
         With tiers, also the errors of `Tier.attach`; close the tiers yourself then.
     """
 
@@ -111,11 +111,16 @@ class CacheIndex(KeyCache):
 
     @property
     def keys(self) -> list[bytes]:
-        """All keys of the weights in use, ready or pending, in a new list without order."""
+        """All keys of the weights in use, ready or pending, in a new list without order.
+
+        Raises:
+            AttributeError: it is over a shared pool, which does not list its keys.
+        """
         return list(self._weights.own(self._records.keys, self._weights.now.name))
 
     def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
-        """Tell the policies that a request loads the keys that are present; others are passed over. Moves no bytes.
+        """Tell the policies that a request loads the keys that are ready or pending; others are passed over. Moves no
+        bytes.
 
         Call it when the load begins, and `touch` when the request ends. To keep the keys from being evicted, `acquire`.
 
@@ -139,6 +144,9 @@ class CacheIndex(KeyCache):
         asked now. Without tiers always MISS; so it is over a shared pool, whose tiers are the owner's.
 
         It does not look whether the key has an entry. Counts nothing, never blocks; a hint.
+
+        Raises:
+            LayoutError: `key` is not bytes.
         """
         (key,) = check_keys([key], tag=self._weights.now.tag)
         askable = [] if self._tiers is None else [below for below in self._tiers.tiers if below.may_be_asked(key)]
@@ -154,8 +162,8 @@ class CacheIndex(KeyCache):
 
         Args:
             keys: of weights without a name. The oldest request's first; within a request in its order.
-            entries: int64, (keys,): different numbers below `capacity`.
-            requests: int64, (keys,): the same number for keys of one request.
+            entries: a numpy array, int64, (keys,): different numbers below `capacity`.
+            requests: a numpy array, int64, (keys,): the same number for keys of one request.
             tenants: the tenant of each key; a name that this index does not know stands for "". None: all "".
 
         Returns:

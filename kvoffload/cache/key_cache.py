@@ -145,7 +145,7 @@ class KeyCache(Closing):
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
-            ClosedError: the engine is closed.
+            ClosedError: the engine is closed, or this is a forked child.
         """
         if self._asks is not None:
             self._look()
@@ -198,9 +198,9 @@ class KeyCache(Closing):
         return self._records.status_of(key if type(key) is bytes else check_keys([key])[0])
 
     def locate(self, keys: Sequence[bytes]) -> list[str]:
-        """Return where each key is: "host" (can be loaded), "pending" (being stored or promoted), the name of a tier,
-        or "missing"; "unknown" if only asking a tier would tell, as `promote` does. Never blocks. A hint: the key may
-        be evicted, or a tier may lose it. Counts nothing.
+        """Return where each key is: "host" (can be loaded), "pending" (reserved, being stored or promoted), the name of
+        a tier, or "missing"; "unknown" if only asking a tier would tell, as `promote` does. Waits for no tier. A hint:
+        the key may be evicted, or a tier may lose it. Counts nothing. Knows nothing of the tiers of a shared pool.
         """
         self._advance()
         statuses = self._records.status(checked := check_keys(keys, tag=self._weights.now.tag))
@@ -211,8 +211,7 @@ class KeyCache(Closing):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys has ended. Call it once per request, with all of its keys in order,
-        whether they were found or not: recency and frequency then follow requests, not the order in which copies
-        completed. For an open request, call its `end` instead.
+        found or not: recency and frequency then follow requests, not copies. For an open request call its `end`.
 
         Raises:
             LayoutError: `keys` is not a list of bytes.
@@ -248,16 +247,16 @@ class KeyCache(Closing):
     ) -> HintAnswer:
         """Tell the cache what a session is about to do. It may help, never fails a request, and never changes bytes.
 
-        "retain": the session comes back. Until its next request ends, or `ttl` or twice `due` is over, its keys go
-            after all others of their priority. During an open request of the session it concerns that request, whose
-            new keys then displace keys of lower promises; else the latest request. A session may retain twice as many
-            keys as it has promised and then asked for in time, less twice those that it promised in vain; older
-            promises count less. So the first promise retains nothing.
+        "retain": the session comes back. Until a request that continues its latest one has ended, or `ttl` or twice
+            `due` is over, its keys go after all others of their priority. During an open request of the session it
+            concerns that request, whose new keys then displace keys of lower promises; else the latest request. A
+            session may retain twice as many keys as it has promised and then asked for in time, less twice those that
+            it promised in vain; older promises count less. So the first promise retains nothing, but is remembered.
             All promises get the part of the entries that requests with one have of all keys asked for, one tenant half
             of the entries if there are several. While all other keys have less than an eighth of the entries, requests
             without a promise that find no room displace retained keys.
-        "release": the session has ended. What nobody else has used goes before all other keys.
-        "demote": the session waits for long. Its keys are written to tiers, unless evicted first; then as "release".
+        "release": the session ends, now or with its open request. What it alone stored and used goes before all others.
+        "demote": the session waits for long. The same keys are written to tiers; those that a tier has then go first.
         "prefetch": the session comes back soon. Keys of its latest request that only tiers have come into entries. With
             `due`, if the session has promised to come back, they are retained until then, as by "retain".
 
@@ -269,11 +268,11 @@ class KeyCache(Closing):
                 Without it they go before the ones that have one.
 
         Returns:
-            What was done, and why not more. A tenant with a quota can only prefetch: its policy orders its keys.
+            What was done, and why not more: no request has named the session, say, or a quota allows only "prefetch".
 
         Raises:
             ValueError, TypeError: no such action or tenant; `ttl` or `due` is not above 0; `session` is not a string.
-            ClosedError: "demote" and "prefetch" in a closed cache.
+            ClosedError: "demote" and "prefetch" in a closed cache; a forked child.
             RuntimeError: called inside another call of the cache.
         """
         if action not in ACTIONS:
@@ -308,8 +307,8 @@ class KeyCache(Closing):
         Meanwhile such keys give way before all others. Takes as long for any number of keys.
 
         Call it between the last computation with the old weights and the first with the new ones. A store in flight is
-        published under the old name. A fetch or promotion whose hits nobody has read has none; one whose hits were read
-        is loaded, for you to throw away. Open requests, which depend on both weights, store nothing more.
+        published under the old name. Promotions have no hits any more, nor has a fetch whose hits nobody has read; one
+        whose hits were read is loaded, for you to throw away. Open requests, which depend on both, store nothing more.
 
         Args:
             name: at most 512 characters, no NUL, the same for the same weights wherever a tier or pool is shared. "" is
@@ -335,8 +334,8 @@ class KeyCache(Closing):
     ) -> Reservation:
         """Reserve entries for the keys that are neither present nor pending. (`BlockCache.store` also copies.)
 
-        Free entries are used first. Then keys are evicted, but none of `keys`, and none that is pending or leased. If
-        there are too few entries, the first missing keys get them and the others are declined. You then fill
+        Free entries are used first. Then keys are evicted, but none of `keys`, and none that is pending, leased or
+        loaded. If there are too few, the first missing keys get them and the others are declined. You then fill
         `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots` or otherwise, and call
         `reservation.commit(job)` or `abort()`.
 
@@ -355,7 +354,7 @@ class KeyCache(Closing):
             ClosedError: the engine is closed, or `request` has ended.
             TransferError: the CUDA context is lost.
             RuntimeError: called inside another call of the cache.
-            In all these cases nothing has changed.
+            In all these cases nothing has changed, but over a shared pool `request` may have got the keys.
         """
         if self._asks is not None:
             self._asks.advance()
@@ -378,12 +377,12 @@ class KeyCache(Closing):
         return handle
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
-        """Hold the entries of keys that are all present and ready, until the lease is released.
+        """Hold the entries of keys that are all present and ready, until the lease is released. Counts nothing.
 
         Args:
             keys: bytes; repeats are legal.
-            pending: also take pending keys, if the transfers that fill them were submitted. Before work on `stream`
-                reads the slots, call `lease.order_before(stream)`, or `lease.wait()`.
+            pending: also take pending keys of a `store`, or of a `commit` with jobs. Before work on `stream` reads the
+                slots, call `lease.order_before(stream)`, or `lease.wait()`.
 
         Raises:
             MissingKeyError: a key is absent or not ready; nothing has changed.
@@ -403,13 +402,13 @@ class KeyCache(Closing):
 
         Call it for requests that are about to run: until you release it, it holds all of its keys that are in entries.
         Keys that tiers bring take at most half of the entries, for all promotions together; further ones do not come.
-        When it ends, statistics and events count it as a `lookup` that found the keys it made ready; so call one of the
-        two per request. Without tiers it has ended on return, with the leading keys that are ready.
+        When it ends, statistics and events count it as a `lookup` that found its leading keys that are ready; so call
+        one of the two per request. Without tiers it has ended on return, with the leading keys that are ready.
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
-            deadline: seconds from now, after which it ends with the keys that came; None: no limit. A tier gets half of
-                the time left if tiers after it may have the same keys.
+            deadline: seconds from now, after which it ends with the keys that came; None: no limit (over a shared pool
+                60). A tier gets half of the time left if tiers after it may have the same keys.
             tenant: whose quota and priority the promoted keys have.
             counted: whether it counts as a lookup of its keys; False for a host that looks them up by `status_of`.
 
@@ -455,7 +454,7 @@ class KeyCache(Closing):
         raise TypeError(f"{promotion!r} is of an index, which copies nothing: acquire its keys, and load their slots")
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
-        """Return counts of the work that the cache has given to each tier, in order. Never blocks."""
+        """Return counts of the work that the cache has given to each of its tiers, in order. Never blocks."""
         if self._asks is not None:
             self._asks.check_process()
         return [] if self._tiers is None else self._tiers.statistics()
@@ -469,9 +468,9 @@ class KeyCache(Closing):
             False if `timeout` seconds in total (None: no limit) have passed, or a tier could not drain; all goes on.
 
         Raises:
-            ClosedError: the cache or its engine is closed.
+            ClosedError: the cache, if it has tiers, or its engine is closed; or this is a forked child.
             ValueError: `timeout` is no number.
-            RuntimeError: called inside another call of the cache or of a tier.
+            RuntimeError: called inside another call of the cache or of a tier, or by `on_event` in the tiers' thread.
         """
         self._check_open()
         timeout, tiers = as_timeout(timeout), self._tiers
@@ -490,19 +489,21 @@ class KeyCache(Closing):
         return partial(refuse_nested, self._state.lock) if self._tiers is None else self._tiers.refuse_nested
 
     def remove(self, keys: Sequence[bytes], *, below: bool = True) -> int:
-        """Remove keys: on return they are missing here, and durably in the tiers, until they are stored anew.
+        """Remove keys of the weights in use: on return they are missing, here and durably in the tiers, until they are
+        stored anew. Over a shared pool, for all its members; but if its owner does not answer, or a tier of its fails,
+        this returns 0 and raises nothing, and they may still be there.
 
-        A load, store or promotion of them that is going on ends as usual, and does not bring them back. An entry that a
-        lease or transfer uses becomes free when that ends; the entry of a pending key, when its reservation is
-        committed or aborted.
+        A load, store or promotion of them that is going on ends as usual, and does not bring them back. An entry that
+        is in use becomes free when its lease, transfer or reservation ends.
 
         Args:
-            below: also from the tiers.
+            below: also from the tiers; else only here.
 
         Returns:
             How many keys were present or pending here.
 
         Raises:
+            LayoutError: `keys` is not a list of bytes.
             TierError: a tier failed, or did not answer within 60 seconds, so it may still have them. Here and in the
                 other tiers they are gone.
             ClosedError: with `below`, the cache has tiers, and it or its engine is closed; nothing has changed.
@@ -511,8 +512,9 @@ class KeyCache(Closing):
         return self._remove_from_all(list(dict.fromkeys(check_keys(keys, tag=self._weights.now.tag))), below)
 
     def clear(self, *, below: bool = True) -> int:
-        """Remove all keys of all weights, here and in the tiers, and return how many there were here. Processes that
-        share a tier lose its records, too. Waits, and raises TierError, ClosedError, RuntimeError, as `remove` does.
+        """Remove all keys of all weights, here and, unless `below=False`, in the tiers. Returns how many there were
+        here. Processes that share a tier, or the pool, lose its keys, too. Waits, answers and raises (TierError,
+        ClosedError, RuntimeError) as `remove` does.
         """
         return self._remove_from_all(None, below)
 
@@ -527,7 +529,8 @@ class KeyCache(Closing):
     def close(self, timeout: float = 10.0) -> bool:
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers.
 
-        The engine stays open, and look-ups, loads and stores go on working. Idempotent. Without tiers it does nothing.
+        Look-ups, reservations and leases go on working; `promote`, `drain`, and `remove` and `clear` unless
+        `below=False`, raise ClosedError from then on. Idempotent. Without tiers it does nothing, and returns True.
 
         Args:
             timeout: seconds in total; writes that have not begun by then are given up, with 0 all.
@@ -551,11 +554,8 @@ class KeyCache(Closing):
         return self._records.statistics()
 
     def check(self) -> None:
-        """Verify that derived state, and the keys that each policy knows, agree with the truth (see GLOSSARY). For
-        tests: it looks at every key.
-
-        Raises:
-            AssertionError: they do not; the message says where.
+        """Raise AssertionError, whose message says where, unless derived state, and the keys that each policy knows,
+        agree with the truth (see GLOSSARY). For tests: it looks at every key.
         """
         self._advance()
         self._records.check(None)

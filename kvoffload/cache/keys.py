@@ -44,11 +44,11 @@ def chain_keys(
             arguments unchanged, you get the keys that one call with all tokens returns after `parent`.
 
     Returns:
-        Keys of 16 bytes, in the order of the tokens.
+        Keys of 16 bytes, in the order of the tokens; [] if there are fewer tokens than one key has.
 
     Raises:
         ValueError: token_ids are not such integers, or parent does not have 16 bytes.
-        LayoutError: the layout has no dtype, block_axes or tokens_per_block.
+        LayoutError: the layout lacks dtype, block_axes or tokens_per_block.
         TypeError: layout, salt, extra or parent has the wrong type.
     """
     root = _root(layout, salt, extra)

@@ -448,7 +448,7 @@ class Tenant:
 
     Raises:
         ValueError: `max_blocks` is not an integer of at least 1.
-        TypeError: `priority` is not an integer.
+        TypeError: `priority` is not an int of Python.
     """
 
     max_blocks: int | None = None

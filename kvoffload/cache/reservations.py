@@ -60,12 +60,12 @@ class Reservation:
         keys: the keys to store, in the order given: the missing ones without `declined`. Perhaps none.
         positions: the position of each of `keys` in the list given.
         indices: the entry of each of `keys`.
-        evicted: keys that were evicted for them; without keys of other weights.
+        evicted: keys that were evicted for them; without keys of other weights, and none over a shared pool.
         declined: missing keys that are not to be stored: worth less than the keys they would displace, not looked up
             often enough yet, over a quota, or beyond the entries that were free or could be evicted.
         short: whether keys were declined because too few entries were free or could be evicted.
         present: keys that were resident, or pending by another reservation.
-        tenant: of the open request if one was named, else as given.
+        tenant: of the open request if one was named, else as given; over a shared pool the pool's.
     """
 
     def __init__(self, records: EndsRecords, record: ReservationRecord) -> None:
@@ -83,7 +83,9 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """OPEN; SETTLING: committed, but no call of the cache has seen its transfers end; COMMITTED; or ABORTED."""
+        """OPEN, also while an `abort` is left to the next call; SETTLING: committed, but no call of the cache has seen
+        its transfers end; COMMITTED; or ABORTED.
+        """
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -103,7 +105,7 @@ class Reservation:
                 tell which blocks do not fit. Without them such a key is a hit, tiers get it, and each load of it fails.
 
         Raises:
-            ClosedError: it was committed or aborted before.
+            ClosedError: it was committed or aborted before; or there is an engine, and this is a forked child.
             TypeError, ValueError: one of `jobs` is not a job, or is a job of another engine.
             RuntimeError: called inside another call in the same thread.
             Nothing has changed in these cases.
@@ -126,7 +128,7 @@ class Reservation:
         cache in the same thread, the next call does it.
 
         Raises:
-            ClosedError: it was committed or aborted before; nothing has changed.
+            ClosedError: as for `commit`; nothing has changed.
         """
         self._records.abort(self._record)
 
@@ -172,7 +174,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
+        """Whether it has been released. False while a `release` is left to the next call."""
         return self._record.released
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -186,7 +188,8 @@ class Lease:
         """Make work queued on `stream` from now on wait until all entries have been written. The host waits only for
         copies that are not in the driver's queues yet: up to a second for each device of each store.
 
-        If a store fails later, the stream goes on; `wait` and `check` raise its error.
+        If a store fails later, the stream goes on; `wait` and `check` raise its error. If no key is `pending`, it does
+        nothing, and checks nothing.
 
         Args:
             stream: a stream; with a `ShardedEngine`, a list with one for each device.
@@ -224,6 +227,9 @@ class Lease:
     def release(self) -> None:
         """Unpin the keys. Their slots may be overwritten from now on, so end all work that reads them first: nothing
         waits for it. Idempotent. Inside another call of the cache in the same thread, the next call does it.
+
+        Raises:
+            ClosedError: the cache has an engine, and this is a forked child.
         """
         self._records.release(self._record)
 
@@ -249,9 +255,9 @@ class CacheJob(Waitable[list[TransferResult]]):
     a stream after `order_before`.
 
     Once `wait` has returned, or `done` was True, the cache knows of the end: a store's keys are hits, or missing if it
-    failed; the event "stored" or "failed" was reported, or follows in a thread that is in `on_event` now. (Nothing is
-    reported of keys that were removed meanwhile.) If you drop the job, its transfers go on, and a later call of the
-    cache finds their end.
+    failed or they are `unfit`; the event "stored", "failed" or "declined" was reported, or follows in a thread that is
+    in `on_event` now. (Nothing is reported of keys that were removed meanwhile.) If you drop the job, its transfers go
+    on, and a later call of the cache finds their end.
 
     Attributes:
         keys: the keys whose blocks are copied: of a store, without keys that were present, pending or declined.
@@ -281,7 +287,7 @@ class CacheJob(Waitable[list[TransferResult]]):
 
     def wait(self, timeout: float | None = None) -> list[TransferResult]:
         """Wait on the host for all jobs, at most `timeout` seconds for each (None: no limit), one after the other, and
-        return a result per job.
+        return a result per job; [] if there was nothing to copy.
 
         Raises:
             TransferError: a transfer failed, or the store of a key that `load(pending=True)` found pending failed or
@@ -303,7 +309,7 @@ class CacheJob(Waitable[list[TransferResult]]):
     @property
     def unfit(self) -> tuple[bytes, ...]:
         """Of a store that is `done`, those of `keys` that are declined after all: the layout's codec cannot hold their
-        blocks. Always empty without a codec.
+        blocks. Always empty of a load, and without a codec.
         """
         record = self._record
         if isinstance(record, LeaseRecord) or not (unfit := record.unfit):
@@ -349,7 +355,8 @@ class CacheJob(Waitable[list[TransferResult]]):
         """Make work queued on `stream` from now on wait until all jobs have ended. The host waits only for copies that
         are not in the driver's queues yet: up to a second for each device of each job.
 
-        If a transfer fails later, the stream goes on; `wait` raises its error.
+        If a transfer fails later, the stream goes on; `wait` raises its error. If there was nothing to copy, it does
+        nothing, and checks nothing.
 
         Args:
             stream: a stream; with a `ShardedEngine`, a list with one for each device.
@@ -411,8 +418,9 @@ class CacheRequest:
     """A handle for calls that store and load the keys of one request in pieces. Made by `open_request`.
 
     A call with `request=` adds the call's keys to the request, whether stored, present, declined or loaded, even if the
-    engine then refuses a store. While the request is open, no call that names it evicts any of them; if nothing else
-    can be evicted, new keys are declined. Other calls may evict them, unless they are leased or pending.
+    engine then refuses a store, but not if a load is refused. While the request is open, no call that names it evicts
+    any of them; if nothing else can be evicted, new keys are declined. Other calls may evict them, unless they are
+    leased or pending.
 
     As a context manager it ends with the block. After an exception, or if you drop it without `end`, it ends without
     recording the use of its keys. Usable from any thread.

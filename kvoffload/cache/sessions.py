@@ -51,9 +51,10 @@ class HintAnswer(NamedTuple):
 
     Attributes:
         action: of the hint.
-        outcome: "accepted"; "clipped": in part, see `reason`; "declined": nothing was done.
-        blocks: keys that are retained, released, to be written, or asked for. Of "retain" in an open request: the most
-            that it may retain.
+        outcome: "accepted"; "clipped": in part, see `reason`; "declined": nothing is done with any key. But a "retain"
+            may be remembered as a promise all the same, and a "release" as the session's end.
+        blocks: keys that are retained, released, to be written, or asked for. In an open request, of "retain" the most
+            that it may retain, of "release" those that would be released now.
         reason: why it was clipped or declined; else "".
     """
 

@@ -65,20 +65,20 @@ class CacheStatistics:
 
     Attributes:
         capacity: keys that fit now; more later, while the engine's pool grows.
-        resident: keys that can be loaded.
+        resident: keys that can be loaded, or could with the weights that they are of.
         pending: keys reserved, being stored or being promoted, not ready yet.
-        pinned: entries that a lease, a promotion or an unfinished load holds.
+        pinned: entries that a lease, a promotion, an unfinished load or a write to a tier holds.
         lookups, hits: keys that `lookup`, `status_of` and promotions asked for, and the leading ones that they found
             (and reported: see `max_load_blocks`).
         stored, evicted: blocks that became ready by `store` or `commit`; blocks that made room for others.
-        loaded: blocks that `BlockCache.load` has copied, repeats included.
+        loaded: blocks that `load` and `fetch` of a BlockCache have copied, repeats included.
         failed: blocks whose store failed or was aborted.
         declined: blocks not stored because they were worth less than the blocks they would have displaced, were not
-            looked up often enough, were over a tenant's quota, found too few entries free or evictable, or did not fit
-            the layout's codec.
+            looked up often enough, were over a tenant's quota, found too few entries free or evictable, or no owner of
+            their shared pool, were of a request opened with other weights, or did not fit the layout's codec.
         removed: keys that could be loaded, and were taken out: by `remove` or `clear`, or because a load found that
             their blocks do not fit the layout's codec. With these, `stored + promoted - evicted - removed` is
-            `resident`, except in a shared pool, whose counts are of one member.
+            `resident`, except after `restore`, and in a shared pool, whose counts are of one member.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched, repeats included, between two touches of a key that stayed in
             the cache.
@@ -135,11 +135,13 @@ class CacheEvent:
     Attributes:
         kind: "hit": the leading keys of a request that `lookup`, `status_of` or a promotion found; "miss": all its
             other keys, even present ones; "stored": can be loaded from now on; "promoted": the same, but a tier brought
-            it; "evicted": made room for others; "declined": not worth storing, no room, or (after its transfer) more
-            than the layout's codec holds; "failed": its store failed or was aborted; "removed": could be loaded, and
-            was taken out by `remove` or `clear`, or by a load that found it unfit. A key that is removed while it is
+            it; "evicted": made room for others; "declined": not stored, as `CacheStatistics` says, or (after its
+            transfer, or by a load) found to be more than the layout's codec holds; "failed": its store failed or was
+            aborted; "removed": could be loaded, and was taken out by `remove` or `clear`, or by a load that found it
+            unfit; "weights": `use_weights` has changed the weights, to `weights`. A key that is removed while it is
             stored was never announced, so nothing is told of it.
-        keys: the keys concerned: in the order of the request; evicted ones in the order in which they went.
+        keys: the keys concerned: in the order of the request; evicted ones in the order in which they went. None for
+            "weights".
         tenant: for "stored", "promoted", "declined" and "failed", the tenant of the call or its request; else "".
         weights: the name of the weights that the keys are of: an event concerns keys of one name.
     """

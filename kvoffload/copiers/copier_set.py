@@ -55,13 +55,14 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
 
 
-def check_carries_parts(name: CopierName | None, parts: Parts) -> None:
+def check_carries_parts(name: CopierName | None, parts: Parts, *, coded: bool) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in these parts."""
     if name == "pack" and not can_pack(parts):
         number, planes = next((number, each) for number, each in enumerate(parts) if not is_range(each))
         raise ValueError(
             f"copier='pack', which coded groups need, copies parts whose planes follow each other, and parts[{number}] "
-            f"has the planes {list(planes)!r:.80}; give other parts, or ask for strided, batch, loop or None"
+            f"has the planes {list(planes)!r:.80}; give other parts"
+            f"{'' if coded else ', or ask for strided, batch, loop or None'}"
         )
 
 

@@ -29,9 +29,9 @@ from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 class DeviceBuffer(Closing):
     """GPU memory, made by `Device.allocate`. A context manager.
 
-    It is freed by `close`, when its device closes, or by a later call of the device after the buffer has become
-    garbage. Other libraries can take it as an array of uint8, as by `cupy.from_dlpack(buffer)`. Their arrays keep the
-    buffer from becoming garbage; do not use them after `close`, or after the device is closed.
+    It is freed by `close`, when its device closes, or, once the buffer is garbage, by the device's next `allocate`,
+    `stream` or new engine. Other libraries can take it as an array of uint8, as by `cupy.from_dlpack(buffer)`. Their
+    arrays keep the buffer from becoming garbage; do not use them after `close`, or after the device is closed.
 
     Attributes:
         device: its device.
@@ -87,7 +87,7 @@ class DeviceBuffer(Closing):
             offset: in bytes.
 
         Raises:
-            ValueError: the array does not fit at `offset`.
+            ValueError: the array does not fit at `offset`, or numpy makes no array of it.
             TypeError: `array` is None, a masked array, or holds Python objects; `offset` is no integer.
             ClosedError: the buffer or its device is closed, or this is a forked child.
             DriverError: the driver failed; the buffer may hold any bytes there.
@@ -132,10 +132,17 @@ class DeviceBuffer(Closing):
         """Free the memory. End every transfer, kernel and use of another library's array over it first: nothing is
         checked. Idempotent; does nothing in a forked child.
 
+        If the CUDA context is lost, the memory is gone with it.
+
         Raises:
-            DriverError: the driver failed, for example because the context is lost. Call it again then.
+            DriverError: the driver failed for another reason than a lost context. Call it again.
         """
-        self._resource.free()
+        try:
+            self._resource.free()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            self._resource.drop()
 
     def check(self) -> None:
         """Raise ClosedError if the memory has been freed."""
@@ -152,9 +159,9 @@ class DeviceArray:
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
     `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. The consumer's stream waits for the transfers that
-    are in flight then and touch the memory; for later ones use `job.order_before`. For transfers to wait for that
-    library's work, name it in their `after`. A simulated device exports host memory, `numpy.from_dlpack(array)`, and
-    waits for such transfers on the host.
+    are in flight then, of engines with planes in this memory; for later ones use `job.order_before`. For transfers to
+    wait for that library's work, name it in their `after`. A simulated device exports host memory,
+    `numpy.from_dlpack(array)`, and waits for such transfers on the host.
 
     Arrays of "bfloat16" and float8 types are not exported: `from_dlpack` raises BufferError, and there is no
     `__cuda_array_interface__`. `kvoffload.jax` takes them as they are. Elsewhere export `array.view("uint16")` (float8:

@@ -59,8 +59,8 @@ def open_device(
     Args:
         index: which GPU, as CUDA counts them.
         backend: "cuda"; "simulated", a new `kvoffload.testing.SimulatedDriver()`; "auto", which falls back to
-            "simulated" on a machine without a driver library, bindings or GPU; or your own SimulatedDriver, to give
-            seed and versions or to open several of its devices.
+            "simulated" on a machine without a driver library or GPU; or your own SimulatedDriver, to give seed and
+            versions or to open several of its devices.
         context: your CUDA context on that GPU: a handle, or an object that `int()` takes. It must exist until the
             device is closed. None: the GPU's primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is
             created if needed.
@@ -115,8 +115,9 @@ class Device(Closing):
     """An open device, made by `open_device`. Usable from any thread; a context manager.
 
     Closing it drains and closes its engines, then frees the memory and streams that it made. A device that you forget
-    is closed at the end of the interpreter, or, once it is garbage, by the next `open_device`. A child of `fork` cannot
-    use its parent's device: there, `close` does nothing, and other calls raise ClosedError.
+    is closed at the end of the interpreter, which waits up to ten seconds for transfers, or, once it is garbage, by the
+    next `open_device`, with a ResourceWarning. A child of `fork` cannot use its parent's device: there, `close` does
+    nothing, and calls that need the GPU raise ClosedError.
 
     Attributes:
         capabilities: the features of driver, bindings and GPU, a `kvoffload.driver.Capabilities`.
@@ -128,7 +129,8 @@ class Device(Closing):
         simulated: True for the simulated device: its bytes are right, its times say nothing about a GPU.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
         closed: whether its engines are closed and it takes no more calls.
-        lifecycle: a lock, held while an engine is constructed or closed, and while the device closes.
+        lifecycle: a lock, held while an engine is constructed or closed, while memory or a stream is made, and while
+            the device closes.
     """
 
     context: int
@@ -368,8 +370,8 @@ class Device(Closing):
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked child of the process that opened the device; not for a closed device. Call it
-        before you take a lock, which the parent may have held.
+        """Raise ClosedError in a forked child of the process that opened the device. In that process itself a closed
+        device passes. Call it before you take a lock, which the parent may have held.
         """
         if self.foreign:
             raise ClosedError(
@@ -416,7 +418,7 @@ class Device(Closing):
 
     def refuse_nested(self, call: str) -> None:
         """Raise RuntimeError, which names `call`, if this thread is inside a call of an engine on this device, or pins
-        a piece of its pool (a finalizer can run there).
+        a piece of its pool, or is a thread of the library (a finalizer can run there). Without engines it never raises.
 
         Call it before you take `lifecycle`, which must never be taken inside an engine's lock.
         """
@@ -425,7 +427,8 @@ class Device(Closing):
 
     def advance_engines(self) -> None:
         """Ask the GPU, without waiting, which transfers of this device's engines have ended, so that engines that you
-        have dropped can become garbage: an unfinished transfer keeps its engine alive.
+        have dropped can become garbage: an unfinished transfer keeps its engine alive. It may call a tracer's `on_end`.
+        ClosedError in a forked child, if there is an engine.
         """
         for engine in self.engines():
             engine.advance()
@@ -447,7 +450,8 @@ class Device(Closing):
         return [engine for engine in engines if engine.touches(address, nbytes)]
 
     def wait_lifecycle(self, timeout: float | None) -> None:
-        """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once.
+        """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds. None: return at once,
+        held or not.
 
         The lock is not held on return: take it then with `with device.lifecycle:`, which waits without a limit. (An
         interrupted `acquire` could leave it locked for ever.)
@@ -474,19 +478,20 @@ class Device(Closing):
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer and stream, release the context. End your own work on the GPU
-        first: this waits for transfers only.
+        """Drain and close the engines, free every buffer and stream, release the primary context (a context of yours
+        stays). End your own work on the GPU first: this waits for transfers only.
 
         Idempotent; after an interrupt or an error, call it again to close the rest. In a forked child it does nothing.
         Arrays that you took from `engine.slots` stay valid (over `host_memory` while you keep that mapped); arrays over
         GPU memory do not.
 
         Args:
-            timeout: seconds to wait for all engines and transfers together; None waits for as long as they take.
+            timeout: seconds to wait for all engines and transfers together, 0 to look once; None waits for as long as
+                they take.
 
         Raises:
-            TimeoutError: an engine's transfers were still running, or another thread was opening or closing an engine.
-                The device stays open, with all that it has allocated; engines whose transfers have ended are closed.
+            TimeoutError: an engine's transfers were still running: engines without any are closed. Or another thread
+                held `lifecycle`: nothing has happened. The device stays open, with all that it has allocated.
             DriverError: a driver call failed. Call it again for what is left.
             ValueError: `timeout` is no number; nothing has happened.
             RuntimeError: you called it inside a call of an engine or of the device, in the same thread.

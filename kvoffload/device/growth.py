@@ -31,14 +31,15 @@ PIECE_BYTES = 256 << 20
 class Growing:
     """A pool of `nbytes` that is pinned while it is used: `pool_bytes=Growing(64 << 30)` of an engine or `open_cache`.
 
-    The constructor returns after the first piece; a thread pins the rest. Until then transfers may use the slots below
-    `engine.pinned_slots` only, and a cache has so many fewer entries free. If memory runs short, the pool stays as it
-    is by then: a warning is logged, and `engine.statistics().pinning_error` says why.
+    The engine's constructor returns after the first piece; a thread pins the rest. Until then transfers may use the
+    slots below `engine.pinned_slots` only (else CapacityError), and a cache has so many fewer entries free. If memory
+    runs short, the pool stays as it is by then: a warning is logged, and `engine.statistics().pinning_error` says why.
 
-    If the first piece cannot be pinned, the constructor raises CapacityError, as for a pool that does not grow.
+    If the first piece cannot be pinned, the engine's constructor raises CapacityError, as for a pool that does not
+    grow.
 
     Args:
-        nbytes: of the whole pool, as for `pool_bytes`; never more.
+        nbytes: of the whole pool, on all devices together; never more. A number, no text.
         piece_bytes: of one device's pool, pinned at a time; rounded down to whole slots, but at least one. Transfers
             wait while a piece is registered (256 MiB: up to 8 ms), so smaller pieces make shorter waits.
 

@@ -346,10 +346,13 @@ class HostMemory:
             raise TypeError(f"buffer must have the buffer protocol, got {type(buffer).__name__}") from None
         except ValueError as error:
             raise ValueError(f"buffer must be C-contiguous and not empty: {error}") from None
+        if not array.nbytes:
+            raise ValueError(f"buffer must not be empty, got an empty {type(buffer).__name__}")
         if not array.flags.writeable:
             raise ValueError(f"buffer must be writable, got a read-only {type(buffer).__name__}")
         if at_least("offset", offset, 0) > array.nbytes:
             raise ValueError(f"offset={offset} is past the end of a buffer of {array.nbytes} bytes")
+        _check_multiple(f"the address of buffer, plus offset={offset},", address_of(array) + offset)
         return cls(
             address=address_of(array) + offset,
             num_slots=num_slots,
@@ -376,7 +379,9 @@ class HostMemory:
             )
 
     def span(self, slot_bytes: int) -> int:
-        """Return the bytes from the beginning of the first slot to the end of the last one."""
+        """Return the bytes from the beginning of the first slot to the end of the last one; 0 without slots.
+        `slot_bytes`: of the engine's layout.
+        """
         return (self.num_slots - 1) * self.slot_stride + slot_bytes if self.num_slots else 0
 
 

@@ -62,7 +62,8 @@ class SharedSlots(Closing):
         note: in a process that got the slots by `receive`, the text that the other one gave to `offer`; else "".
 
     Raises:
-        CapacityError: the machine has too little memory, or the process's limits allow too little.
+        CapacityError: the machine has too little memory, or the process's limits, on files or its address space, allow
+            too little.
         CapabilityError: the system has no memfd.
         ValueError: bad arguments.
     """
@@ -80,7 +81,11 @@ class SharedSlots(Closing):
             raise
 
     def _map(self, num_slots: int, slot_bytes: int, note: str) -> None:
-        mapped = mmap.mmap(self._files[0], num_slots * slot_bytes)
+        try:
+            mapped = mmap.mmap(self._files[0], num_slots * slot_bytes)
+        except OSError as error:
+            text = f"{num_slots} slots of {slot_bytes} bytes cannot be mapped ({error}); give fewer, or raise ulimit -v"
+            raise CapacityError(text) from error
         self.array: UInt8Array = np.frombuffer(mapped, dtype=np.uint8).reshape(num_slots, slot_bytes)
         self.note = note
         self._listener: socket.socket | None = None
@@ -89,7 +94,7 @@ class SharedSlots(Closing):
     @property
     def host_memory(self) -> HostMemory:
         """The value for `OffloadEngine(host_memory=)`. Give it to one engine of this process, which pins the memory and
-        keeps it mapped.
+        keeps it mapped. Ask for it once: each time it reads every page, which can take seconds.
         """
         touch(self.array.reshape(-1), write=False)
         return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
@@ -151,7 +156,8 @@ class SharedSlots(Closing):
             ConnectionError: the offering process ended before it answered.
             PermissionError: another user offers it.
             ValueError: the memory does not have the size that the offer says; `timeout` is no number.
-            OSError: this process has no file descriptor left, or cannot map the memory.
+            CapacityError: this process cannot map the memory, as by a limit on its address space.
+            OSError: it has no file descriptor left.
             TypeError: `name` is no string.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)

@@ -257,10 +257,10 @@ class Stream(Closing):
             return self.device.driver.stream_query(handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait on the host until all work queued so far has ended.
+        """Wait on the host until no work is left on the stream; what other threads queue meanwhile counts, too.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: seconds, 0 to look once; None waits for as long as it takes.
 
         Raises:
             ClosedError: the stream or its device is closed, or this is a forked child.

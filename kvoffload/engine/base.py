@@ -122,7 +122,7 @@ class Engine(Closing, Generic[_After, _Plan]):
         """Copy blocks from the device to pinned slots. Returns once the copies are queued on the GPU.
 
         If the driver's queues are full, the rest waits on the host, and later calls of the engine queue it. The ids are
-        copied, so you may change your arrays at once. A call without blocks returns a job that has ended.
+        copied: you may change your arrays once it returns. A call without blocks returns a job that has ended.
 
         Until the job is done, do not write the blocks and do not touch the slots, except in work on a stream after
         `job.order_before(stream)`. Transfers of the same engine wait for each other where they must.
@@ -131,8 +131,8 @@ class Engine(Closing, Generic[_After, _Plan]):
         `f = layout.blocks_per_slot`. The other sub-blocks of these slots keep their bytes.
 
         An exception means that nothing was submitted, on any device. With several devices, a note on it names the
-        device that refused. After a KeyboardInterrupt the transfer may have begun. It fails as soon as it has left the
-        GPU: call `drain` before you use the blocks for anything else.
+        device that refused. After an interrupt (KeyboardInterrupt, an exception from a signal handler) the transfer may
+        have begun, and goes on or fails: call `drain` before you use the blocks and slots for anything else.
 
         Args:
             blocks: source ids: a list of ints, or anything that numpy turns into a 1-D integer array. Ids may repeat.
@@ -140,15 +140,16 @@ class Engine(Closing, Generic[_After, _Plan]):
                 slots, they must belong to an open reservation of that cache.
             group: the group whose block table `blocks` refers to.
             first_sub_block: the sub-block of the first slot to begin with.
-            after: the GPU waits for this before it reads a block. A stream (a handle, or an object with
-                `__cuda_stream__`: CuPy, cuda.core, Numba): the work queued on it so far. An array: the computation that
-                produces it, but no other work that reads or writes it. An array with `__dlpack__` is asked to make a
-                stream of the engine wait; a CuPy array then stands for CuPy's current stream. One that only has
-                `__cuda_array_interface__` names a stream, or none. A list or tuple: all its elements. None: the
-                legacy default stream, which CuPy uses by default; a layout with `on_default_stream=False` refuses it.
-                `NO_WAIT`: nothing. A `ShardedEngine` takes a list or tuple with one such value per device, in their
-                order; or an object whose method `after()` returns one, such as `kvoffload.jax.OwnedCache`; or None or
-                `NO_WAIT` for all devices.
+            after: the GPU waits for this before it reads a block. Name it in each store: one may read its blocks before
+                the store ahead of it has ended. A stream (a handle, or an object with `__cuda_stream__`: CuPy,
+                cuda.core, Numba): the work queued on it so far. An array: the computation that produces it, but no
+                other work that reads or writes it. An array with `__dlpack__` is asked to make a stream of the engine
+                wait; a CuPy array then stands for CuPy's current stream. One that only has `__cuda_array_interface__`
+                names a stream, or none. A list or tuple of these: all its elements. `NO_WAIT`, or an empty list:
+                nothing. None: the legacy default stream, which CuPy uses by default; a layout with
+                `on_default_stream=False` refuses it. A `ShardedEngine` takes a list or tuple with one such value per
+                device, in their order; or an object whose method `after()` returns one, such as
+                `kvoffload.jax.OwnedCache`; or None or `NO_WAIT` for all devices.
             copier: "strided", "pack", "batch" or "loop". None: the profile decides, and the last transfers.
 
         Returns:
@@ -156,11 +157,11 @@ class Engine(Closing, Generic[_After, _Plan]):
 
         Raises:
             LayoutError, ValueError, TypeError: bad arguments. ValueError also if a BlockCache owns the slots and no
-                open reservation of it has them.
-            CapacityError: `max_in_flight` jobs are unfinished; `after` has an array, and for a second no wait stream
-                was free; or the engine has no event left.
+                open reservation of it has them. An array in `after` may raise errors of its own.
+            CapacityError: `max_in_flight` jobs are unfinished; a slot of a pool that grows is not pinned yet; `after`
+                has an array, and for a second no wait stream was free; or the engine has no event left.
             CapabilityError: the copier that you asked for cannot run here.
-            ClosedError: the engine is closed, or this is a forked child.
+            ClosedError: the engine is closed or being closed, or this is a forked child.
             TransferError: a stream in `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
             RuntimeError: you called it inside another call in the same thread, for example in a signal handler.
@@ -198,13 +199,15 @@ class Engine(Closing, Generic[_After, _Plan]):
             parts: copy the planes in parts, one after the other, so that one layer's computation can start before later
                 layers have arrived: `job.order_before(stream, part=k)`. A number gives equal parts in the order of the
                 planes. A list gives the indices of the planes of each part, every plane once; then all devices must
-                have as many planes in the group. The copier "pack" cannot copy parts.
+                have as many planes in the group. The copier "pack", which codecs need, copies only parts whose planes
+                follow each other.
             urgent: go ahead of loads that wait on the host, but not of a load that has begun, of other urgent loads, or
                 of loads that this one must follow. `most_queued_bytes` bounds how long it waits for loads that are
                 queued on the GPU already.
 
         Raises:
-            ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
+            ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished, or parts
+                that the copier cannot copy.
             LayoutError: as `store`; also a repeated block, or parts that do not divide the planes.
         """
         requests = self._requests(
@@ -226,8 +229,8 @@ class Engine(Closing, Generic[_After, _Plan]):
         parts: int | Sequence[Sequence[int]] | None = None,
         urgent: bool = False,
     ) -> Job:
-        """Submit as `store` or `load` does, by `direction`. Arguments and errors as there; `parts` and `urgent=True`
-        are for loads. ValueError for another direction.
+        """Submit as `store` or `load` does, by `direction`. Arguments and errors as there. ValueError for another
+        direction, or for a store with `parts` or `urgent=True`; a store ignores `source_order`.
         """
         towards = direction if isinstance(direction, Direction) else Direction(direction)
         requests = self._requests(
@@ -249,12 +252,13 @@ class Engine(Closing, Generic[_After, _Plan]):
         "pack", are submitted together.
 
         Args:
-            transfers: one element for each group, or several if pieces of a group begin at different sub-blocks.
-                The slots of all must be distinct. Elements without blocks are left out.
+            transfers: a list or tuple: one element for each group, or several if pieces of a group begin at different
+                sub-blocks. The slots of all must be distinct. Elements without blocks are left out; without any other
+                the job has ended.
             after, copier: as for `store`; for all groups.
 
         Raises:
-            As `store`. The message names the element of `transfers`, unless a slot repeats.
+            As `store`. If an element has a bad argument, the message names it, unless a slot repeats.
         """
         return self._submit(self._requests_of_groups(STORE, transfers, after, copier))
 
@@ -275,7 +279,7 @@ class Engine(Closing, Generic[_After, _Plan]):
             after, copier, source_order, urgent: as for `load`; for all groups.
 
         Raises:
-            As `load`. The message names the element of `transfers`, unless a block repeats.
+            As `load`. If an element has a bad argument, the message names it, unless a block repeats.
         """
         requests = self._requests_of_groups(LOAD, transfers, after, copier, source_order, urgent=urgent)
         return self._submit(requests)
@@ -303,8 +307,8 @@ class Engine(Closing, Generic[_After, _Plan]):
         first_sub_block: int = 0,
         copier: CopierName | None = None,
     ) -> _Plan:
-        """Return what such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`, apart
-        from what concerns `after`, room and a BlockCache.
+        """Return what such a transfer would copy, how, and its expected time. Submits nothing. Raises as `store`, or as
+        `load`, apart from what concerns `after`, room, slots that are not pinned yet, and a BlockCache.
 
         Returns:
             A PlanReport. A `ShardedEngine` returns a tuple with one per device.
@@ -321,7 +325,7 @@ class Engine(Closing, Generic[_After, _Plan]):
     def advance(self) -> None:
         """Note which transfers have ended, and queue as many segments as there is room for. Does not wait for the GPU.
 
-        Inside another call in the same thread it does nothing.
+        May call a tracer's `on_end`. In a forked child: ClosedError. Inside another call in this thread: does nothing.
         """
         if len(FORKS) != self._forks:
             self.check_process()
@@ -355,7 +359,7 @@ class Engine(Closing, Generic[_After, _Plan]):
             return self._reports.take()
 
     def forget_report(self, record: AnyTransfer) -> None:
-        """Keep `poll` from reporting a job after its caller has waited for it."""
+        """Keep `poll` from reporting a job after its caller has waited for it. ClosedError in a forked child."""
         self.check_process()
         with self.lock:
             self._reports.forget(record)
@@ -437,15 +441,15 @@ class Engine(Closing, Generic[_After, _Plan]):
                 device.check_process()
 
     def check_usable(self) -> None:
-        """Raise ClosedError or TransferError unless transfers can be submitted, on all devices."""
+        """Raise ClosedError or TransferError unless all devices take transfers. It lets a forked child pass."""
         self._for_each(Shard.check_usable)
 
     def check_parts(self, parts: PartsLike) -> None:
-        """Raise what a load would raise for these `parts`, for any group."""
+        """Raise what a load with these `parts` would raise for them, for any group and device."""
         self._for_each(partial(Shard.check_parts, parts=parts))
 
     def check_room(self, jobs: int) -> None:
-        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, ClosedError and TransferError as `store`."""
         if len(FORKS) != self._forks:
             self.check_process()
         for shard in self._shards:  # asked here, since `check_usable` of all shards takes many calls
@@ -466,6 +470,7 @@ class Engine(Closing, Generic[_After, _Plan]):
         Raises:
             CapacityError: the slots have another guard, and it is `busy`; or that one is garbage, and transfers are
                 in flight that may be its own.
+            ClosedError, RuntimeError: in a forked child; inside another call in the same thread.
         """
         self.check_process()
         refuse_nested(self.lock, "guard_slots")
@@ -520,7 +525,7 @@ class Engine(Closing, Generic[_After, _Plan]):
         do not raise here; `poll` reports them.
 
         Raises:
-            TimeoutError: `timeout` seconds have passed (None: no limit); the jobs go on.
+            TimeoutError: `timeout` seconds have passed (0: it looks once; None: no limit); the jobs go on.
             ValueError: `timeout` is no number.
             RuntimeError: you called it inside another call in the same thread.
             ClosedError: this is a forked child.
@@ -541,10 +546,10 @@ class Engine(Closing, Generic[_After, _Plan]):
         `slots` stay valid: the pool becomes ordinary memory. (Over `host_memory` they are valid while you keep that
         mapped.) `poll` still returns the results of finished jobs.
 
-        If you close one of several devices, the engine refuses transfers from then on. Close it, too.
+        If you close one of several devices, the engine refuses transfers from then on. Close the engine, too.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: seconds, 0 to look once; None waits for as long as it takes.
 
         Raises:
             TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again. (Also: a
@@ -575,7 +580,7 @@ class Engine(Closing, Generic[_After, _Plan]):
 
     @property
     def closed(self) -> bool:
-        """Whether the engine, or one of its devices, has been closed. Then it refuses transfers."""
+        """Whether the engine, or one of its devices, has been closed. Then the engine refuses transfers."""
         return any(shard.closed for shard in self._shards)
 
     # looking ------------------------------------------------------------------------------------------------------

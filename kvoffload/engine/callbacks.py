@@ -37,20 +37,21 @@ class Waitable(Generic[_R]):
         raise NotImplementedError
 
     def result(self) -> _R:
-        """Wait as `wait()` does, without a timeout."""
+        """Return or raise what `wait()` does, without a timeout."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback(self)` once it has ended, well or not.
+        """Call `callback(self)` once the work behind this handle has ended, well or not.
 
-        If it is already known to have ended, this thread makes the call at once. Otherwise this returns, and a daemon
-        thread of the engine, or of the cache's tiers, polls for the end and makes the call, with no lock held. All
-        callbacks of an engine share that thread, so return soon. An exception from the callback is logged (logger
-        "kvoffload").
+        If it is already known to have ended, this thread makes the call before it returns. Otherwise this returns, and
+        a daemon thread of the engine, or of the cache's tiers, polls for the end and makes the call, with no lock held.
+        All callbacks of an engine share that thread, so let the callback return soon. An Exception from it is logged
+        (logger "kvoffload").
 
         Raises:
             TypeError: `callback` cannot be called.
             ClosedError: this is a forked child, and an engine of the parent is asked.
+            RuntimeError: the system has no thread left. The call is made all the same once another callback is added.
         """
         self._call_when_done(callback)
 

@@ -43,7 +43,7 @@ from kvoffload.tuning import Profile
 class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
-    On the GPU, transfers of one direction run in the order of submission (except for urgent loads), and a transfer
+    On the GPU, transfers of one direction end in the order of submission (except for urgent loads), and a transfer
     waits for earlier ones of the other direction that touch its slots or blocks. So a load from slots that are still
     being stored needs no `after` for that. Usable from any thread; a context manager.
 
@@ -61,9 +61,10 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         host_memory: your own memory for the slots, see `HostMemory`; then leave out `num_slots` and `pool_bytes`.
         staging_bytes: device memory for each direction through which the copier "pack" carries blocks whose planes are
             apart: a kernel, for some microseconds on all multiprocessors, packs them there. Allocated when that copier
-            is first used; at least room for two blocks. 0 forbids kernels and compiles none. (The simulated device runs
-            a kernel only if you ask for it, since it interprets kernels slowly.) Without Triton the copy engine
-            carries all transfers. So it does if kernels cannot be loaded, and then there is a KVOffloadWarning.
+            is first used, with a codec by the constructor. A size of yours must have room for the largest block. 0
+            forbids kernels and compiles none. (The simulated device runs a kernel only if you ask for it, or for a
+            codec, since it interprets kernels slowly.) Without Triton the copy engine carries all transfers. So it does
+            if kernels cannot be loaded, and then there is a KVOffloadWarning.
         prefer: "overlap", for a GPU that computes during transfers: selects the copier that costs least in the worse of
             two kinds of computation. "latency": selects the one that ends soonest on an idle GPU. That is for the first
             transfers: between "pack" and the copy engine, the times of the last ones decide from then on.
@@ -90,7 +91,8 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
     Raises:
         LayoutError: a plane is not memory of this device, or runs past the end of its allocation, or of mapped virtual
             memory without a gap.
-        CapacityError: the pool, or 2 MiB for tables of kernels, cannot be pinned; the message says what is free.
+        CapacityError: the pool, or 2 MiB for tables of kernels, cannot be pinned; the message says what is free. Or
+            `pool_bytes` is less than a slot, but not 0.
         CapabilityError: the layout has a codec, and no kernel can run here.
         DriverError: the driver failed in another way.
         ValueError, TypeError: bad arguments; `host_memory` that does not fit the layout, overlaps registered memory, or
@@ -118,7 +120,7 @@ class OffloadEngine(Engine[After, PlanReport], HtmlRepresentation):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        num_slots, piece_bytes = slots_in(pool_bytes, num_slots, [layout])
+        num_slots, piece_bytes = slots_in(pool_bytes, num_slots, [layout], host_memory)
         given = num_slots, staging_bytes, prefer, profile, max_in_flight, most_queued_bytes, stream_priority, progress
         options = EngineOptions(*given, host_memory=host_memory, piece_bytes=piece_bytes)
         self._shard = shard = Shard(layout, device, options, self._shared, most_reports=MOST_REPORTS)

@@ -387,7 +387,7 @@ class Job(Waitable[TransferResult]):
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes that it copies, on all devices together."""
+        """Payload bytes that it copies, on all devices together. With a codec, too, the bytes of the blocks there."""
         return self._transfer.nbytes
 
     @property
@@ -397,7 +397,9 @@ class Job(Waitable[TransferResult]):
 
     @property
     def reason(self) -> str:
-        """Why the copier was selected, as text for people: the times that the profile or the last transfers predict."""
+        """Why the copier was selected, as text for people: the times that the profile or the last transfers predict, or
+        that it was asked for, or that there is nothing to copy.
+        """
         return str(self._transfer.reason)
 
     @property
@@ -416,8 +418,9 @@ class Job(Waitable[TransferResult]):
 
     @property
     def unfit(self) -> frozenset[int]:
-        """The slots whose blocks do not fit the layout's codec: a store has not stored them, a load from them fails.
-        Known once the job has `finished`; empty without a codec. A `BlockCache` declines the keys of such slots.
+        """The slots whose blocks do not fit the layout's codec: a store has not stored them, and yet does not fail; a
+        load from them fails. Known once the job has `finished`; empty without a codec. A `BlockCache` declines the keys
+        of such slots.
         """
         return self._transfer.unfit
 
@@ -443,11 +446,11 @@ class Job(Waitable[TransferResult]):
         return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait on the host until the transfer has ended. Then the engine's `poll` does not report it any more; after a
-        TimeoutError it does.
+        """Wait on the host until the transfer has ended, and return its result. From then on the engine's `poll` does
+        not report it, also if this raises its error; after a TimeoutError it does.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: seconds, 0 to look once; None waits for as long as it takes.
 
         Raises:
             TransferError: the transfer failed, and has ended.
@@ -501,6 +504,7 @@ class Job(Waitable[TransferResult]):
                 it again. With several devices, the streams of the devices before the one that refused wait all the
                 same.
             ClosedError: the device is closed, or this is a forked child.
+            DriverError: the driver failed in another way.
             RuntimeError: you called it inside another call in the same thread.
         """
         if part is not None:

@@ -68,7 +68,7 @@ class GroupTransfer:
     """The blocks and slots of one group in a transfer of several, see `OffloadEngine.store_groups`.
 
     Nothing is checked or copied here. `store_groups` and `load_groups` do that when they are called; you may change
-    the ids once they have returned.
+    the ids once that call has returned.
 
     Attributes:
         group: the group whose block table `blocks` refers to.
@@ -138,7 +138,7 @@ class ArgumentChecks(NamedTuple):
                 )
             planes = as_parts(parts, len(layout.groups[group].planes))
             if planes is not None:
-                check_carries_parts(copier, planes)
+                check_carries_parts(copier, planes, coded=layout.groups[group].coding is not None)
         sources: tuple[Any, ...] = ()
         arrays = False
         if after is None and layout.on_default_stream:

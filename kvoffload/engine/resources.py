@@ -152,21 +152,21 @@ class EngineResources:
         return self.memory.pinned_bytes, staging_bytes, streams, streams_in_use, events, events_in_use
 
 
-def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout]) -> tuple[Any, int | None]:
+def slots_in(pool_bytes: Any, num_slots: Any, layouts: Sequence[KVLayout], host: Any = None) -> tuple[Any, int | None]:
     """Return `num_slots`, or how many slots on all devices fit into `pool_bytes`; and the bytes of a piece if the pool
     grows.
 
-    Raises for layouts that are none, too.
+    `host`: the `host_memory` that was given, which leaves no room for `pool_bytes`. Raises for layouts that are none,
+    too.
     """
     for layout in layouts:
         if not isinstance(layout, KVLayout):
             raise TypeError(f"layout must be a KVLayout, got {shown(layout)}")
     if pool_bytes is None:
         return num_slots, None
-    if num_slots is not None:
-        raise ValueError(
-            f"pool_bytes={shown(pool_bytes)} and num_slots={shown(num_slots)} are both given: leave one out"
-        )
+    for name, other in (("num_slots", num_slots), ("host_memory", host)):
+        if other is not None:
+            raise ValueError(f"pool_bytes={shown(pool_bytes)} and {name}={shown(other)} are both given: leave one out")
     piece_bytes = None
     if isinstance(pool_bytes, Growing):
         pool_bytes, piece_bytes = int(pool_bytes.nbytes), int(pool_bytes.piece_bytes)  # of numpy's integers, too

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvoffload.copiers import CopierSet, Share, checked_staging, shape_of, shares_together
+from kvoffload.copiers import CopierSet, Share, check_carries_parts, checked_staging, shape_of, shares_together
 from kvoffload.copiers.observed import Forecast
 from kvoffload.copiers.selection import Question, check_prefer, rank
 from kvoffload.device.device import Device
@@ -163,8 +163,8 @@ class Shard:
             if (request.slots >= pinned).any():
                 place = int((request.slots >= pinned).argmax())
                 raise CapacityError(
-                    f"slots[{place}] is {request.slots[place]}, and the pool, which grows, has {pinned} of "
-                    f"{self.num_slots} slots pinned so far: use slots below engine.pinned_slots, or wait"
+                    f"slots[{place}] is {request.slots[place]}, of group {request.group}, and the pool, which grows, "
+                    f"has {pinned} of {self.num_slots} slots pinned so far: use slots below engine.pinned_slots or wait"
                 )
         self._grows = pinned < self.num_slots
 
@@ -421,7 +421,9 @@ class Shard:
 
     def check_parts(self, parts: PartsLike) -> None:
         for group in self.layout.groups:
-            as_parts(parts, len(group.planes))
+            planes = as_parts(parts, len(group.planes))
+            if planes is not None and group.coding is not None:
+                check_carries_parts("pack", planes, coded=True)
 
     @property
     def in_flight(self) -> int:

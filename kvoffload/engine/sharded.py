@@ -87,7 +87,9 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         LayoutError: the layouts do not agree, see `ShardedLayout`; or a plane is not memory of its device, or runs past
             the end of its allocation.
         ValueError, TypeError: bad arguments; there are more or fewer devices than layouts.
-        CapacityError: a pool, or 2 MiB for tables of kernels, cannot be pinned.
+        CapacityError: a pool, or 2 MiB for tables of kernels, cannot be pinned; or `pool_bytes` is less than a slot on
+            all devices, but not 0.
+        CapabilityError: the layouts have a codec, and no kernel can run on a device.
         DriverError: the driver failed in another way.
         ClosedError: a device is closed, or this is a forked child.
         RuntimeError: you called it inside a call of an engine on one of these devices, in the same thread.
@@ -293,8 +295,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
 
     def order_job_before(self, record: ShardedTransfer, streams: Sequence[StreamLike], part: int | None) -> None:
         refuse_nested(self.lock, "order_before")
-        self._check_count("streams", streams, "stream")
-        names = [f"streams[{index}]" for index in range(len(streams))]
+        self._check_count("stream", streams, "stream")
+        names = [f"stream[{index}]" for index in range(len(streams))]
         handles = [stream_handle(stream, name) for stream, name in zip(streams, names, strict=True)]
         self.check_process()
         error = record.error
@@ -332,7 +334,8 @@ class ShardedEngine(Engine[ShardedAfter, tuple[PlanReport, ...]]):
         """The pinned pool of each device: uint8, (num_slots, layout.layouts[i].slot_bytes), writable.
 
         Row `s` of array `i` is the part of slot `s` on device `i`. Read it only after the store into it has ended on
-        all devices; write it only while no unfinished transfer uses it. The arrays stay valid after `close`.
+        all devices; write it only while no unfinished transfer uses it, and only below `pinned_slots`: pinning sets
+        bytes of the others to zero. The arrays stay valid after `close`.
         """
         return tuple(shard.parts.slots for shard in self._shards)
 

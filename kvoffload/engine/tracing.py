@@ -34,9 +34,9 @@ class Tracer(Protocol):
         """Note that the transfer has ended, well or not: `result.error` says which.
 
         It is called without the engine's lock, in the thread of a call that asks the GPU, such as the engine's `poll`,
-        or `wait` of an unfinished job; several threads may call it at a time. If a submission found the end, the next
-        such call in any thread calls it, maybe after `wait` of the job has returned. `result.seconds` is the time on
-        the GPU. If it raises an Exception, that is logged.
+        or `wait` of an unfinished job, or in that of done callbacks; several threads may call it at a time. If a
+        submission found the end, the next such call in any thread calls it, maybe after `wait` of the job has returned.
+        `result.seconds` is the time on the GPU. If it raises an Exception, that is logged.
 
         Called once for each `on_submit` that has returned. If an interrupt (KeyboardInterrupt, an exception from a
         signal handler) comes in between, a later call such as `poll` or `drain` delivers it. The call can be missing if

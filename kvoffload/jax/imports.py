@@ -16,7 +16,7 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.teardown import run_all
-from kvoffload.layout.arrays import view_of
+from kvoffload.layout.arrays import check_jax_array, view_of
 from kvoffload.layout.dlpack import CUDA, packed_strides
 from kvoffload.layout.dtypes import NARROW_BYTES
 
@@ -35,7 +35,8 @@ def import_jax() -> Any:
 
 def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     """Import device memory as a `jax.Array`, without a copy. JAX's computations with it wait, on the GPU, for all
-    transfers that are in flight now and touch the memory, and for no later ones: import again after those.
+    transfers that are in flight now and touch the memory, and for no later ones: import again after those. On a
+    simulated device this call itself waits for them.
 
     Transfers do not wait for JAX: give each `after=` the arrays that JAX computed last from this memory; one with
     `after=None` does not follow JAX. `OwnedCache` does this for you.
@@ -54,14 +55,18 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
     Raises:
         CapabilityError: JAX is not installed.
-        TypeError: `memory` is no `DeviceArray`.
+        TypeError: `memory` is no `DeviceArray`, or `after` no `jax.Array`.
+        ValueError: `after` was deleted, or donated.
         LayoutError: JAX made a copy; never on a simulated device.
-        ClosedError: the memory is freed, or the device is closed.
-        CapacityError: transfers wait on the host, since the driver's queues are full: `poll` the engine.
+        ClosedError: the memory is freed, the device is closed, or this is a forked child.
+        CapacityError: after a second transfers still wait on the host, since the driver's queues are full: `poll` the
+            engine.
         TransferError: the CUDA context is lost.
     """
     if not isinstance(memory, DeviceArray):
         raise TypeError(f"memory must be a DeviceArray from Device.empty(), got {shown(memory)}")
+    if after is not None:
+        check_jax_array("after", after)
     return import_memory(memory, after)
 
 

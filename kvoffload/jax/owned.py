@@ -35,7 +35,7 @@ from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.imports import Adopted, address_of, follow, import_jax, import_memory, wait_for_computations, zeroed
 from kvoffload.jax.leaves import Description, as_leaves, how_to_donate, jax_devices, meshes_of, shards_of
-from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.arrays import check_jax_array
 from kvoffload.layout.layout import ShardedLayout
 from kvoffload.layout.planes import SlotOrder
 
@@ -57,7 +57,8 @@ class OwnedCache:
 
     The first read of `arrays` after a transfer gives new arrays in the same memory, and deletes the old ones, so using
     those raises from then on. (Before that read they work, unordered.) JAX's computations with the new arrays wait on
-    the GPU for the transfer. The host does not wait.
+    the GPU for the transfer. The host does not wait (only for transfers that the driver's full queues do not take yet,
+    up to a second). Use the cache from one thread at a time.
 
     Your part:
 
@@ -84,9 +85,10 @@ class OwnedCache:
     JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache needs room in
     the rest.
 
-    On a simulated device JAX computes on the CPU, and setting `arrays` copies them to the device. You get the same
-    bytes as on a GPU, but no order is tested. An update without donation is refused there, too. A transfer between
-    reading `arrays` and setting them is refused: for a fetch that asks a tier, wait before you read them.
+    On a simulated device JAX computes on the CPU, reading `arrays` waits on the host for the transfers, and setting
+    them copies them to the device. You get the same bytes as on a GPU, but no order is tested. An update without
+    donation is refused there, too. After a transfer that came between reading `arrays` and setting them, setting raises
+    TransferError, and that update is lost: for a fetch that asks a tier, wait before you read them.
 
     Args:
         devices: the device, or a list of devices in the order of the engine's. Open them with the primary context (the
@@ -96,7 +98,7 @@ class OwnedCache:
         adopt: `shapes` are arrays that JAX has allocated, and they become the cache, with what they hold. On a
             simulated device they are copied.
         dtype: dtype of arrays that `shapes` gives as bare shapes, such as `jnp.bfloat16`. It is also the dtype of the
-            layout, on which keys depend. None: the arrays' own, if all have the same.
+            layout, on which keys depend. None: the arrays' own, if all have the same; else the layout has none.
         sharding: for a list of devices a `jax.sharding.NamedSharding` of all arrays, over the same devices in any
             order, all in this process. None: `shapes` has one for each. It may divide heads (tensor parallel), planes
             (pipeline) or nothing (replicated), but not blocks. A GPU is JAX's device with the GPU's index as
@@ -117,17 +119,17 @@ class OwnedCache:
         devices: a tuple.
         shapes: the tree with a `jax.ShapeDtypeStruct` for each array, for `step.lower(cache.shapes)`.
         sharding: the tree with the sharding of each array; None for each array of one device.
-        memories: a `DeviceBuffer` on each device; none for adopted arrays. It is freed once the cache, its layout and
-            its arrays are garbage, or when the device closes.
+        memories: a `DeviceBuffer` on each device; () for arrays adopted on a GPU. It is freed once the cache, its
+            layout and its arrays are garbage, or when the device closes.
         nbytes: bytes of the arrays on all devices together.
 
     Raises:
         CapabilityError: JAX is not installed.
-        TypeError: `devices` are no devices, or a sharding is no NamedSharding.
-        ValueError: `shapes` has no shape or a wrong one, or a dtype is missing.
+        TypeError: `devices` are no devices, or a sharding is no NamedSharding, or missing for a list of devices.
+        ValueError: `shapes` has no shape or a wrong one, a dtype is missing, or `adopt` is not True or False.
         LayoutError: a sharding is over other devices, divides blocks, divides an axis unevenly, or is for another kind
-            of memory; `groups` do not fit the tree; an array to adopt is none, was deleted, or is on another device; or
-            as `KVLayout.from_stacked`.
+            of memory; `groups` do not fit the tree; an array to adopt is none, was deleted, is on another device, or
+            has its axes in memory in another order; or as `KVLayout.from_stacked`.
         CapacityError: too little GPU memory.
         ClosedError: a device is closed, or this is a forked child.
         After any error nothing stays allocated.
@@ -206,10 +208,14 @@ class OwnedCache:
         without having set that result, the host waits for JAX, and the memory is imported as it is, with a warning.
 
         Raises:
-            LayoutError: you set another tree; or an array in it has another address, shape, dtype or sharding, was
-                deleted, or is no `jax.Array`. The cache stays as it was.
-            TransferError: you set arrays that were computed concurrently with transfers, on a simulated device.
-            ClosedError: a device is closed.
+            LayoutError: you set another tree; or an array in it has another address, order of axes, shape, dtype or
+                sharding, was deleted, or is no `jax.Array`. The cache stays as it was.
+            TransferError: you set arrays that were computed concurrently with transfers, on a simulated device; or you
+                read them, and the CUDA context is lost.
+            CapacityError: you read them, and after a second transfers still wait on the host, since the driver's queues
+                are full: `poll` the engine.
+            ClosedError: you read them, and a device is closed, or this is a forked child. (On a simulated device you
+                cannot set them then, either.)
         """
         return self._structure.unflatten(self._ordered())
 
@@ -237,14 +243,15 @@ class OwnedCache:
     def unordered(self) -> Any:
         """The arrays, for computing concurrently with transfers: JAX does not wait for transfers that were submitted
         since you last read `arrays`. Such a computation must not touch blocks that are being loaded, nor write blocks
-        that are being stored. It is the same as `arrays` on a simulated device, and on any device once the arrays have
-        been donated, until you set the result.
+        that are being stored. The next read of `arrays` after a transfer deletes them. It is the same as `arrays` on a
+        simulated device, and on any device once the arrays have been donated, until you set the result: it recovers the
+        memory, warns, and raises as that does.
         """
         self._given = True
         return self._structure.unflatten(self._ordered() if self._simulated or self.is_deleted() else self._latest)
 
     def is_deleted(self) -> bool:
-        """Whether an array was donated, and its result has not been set."""
+        """Return whether an array of the cache was donated or deleted, and no result has been set since."""
         return any(map(_is_deleted, self._latest))
 
     def after(self, *results: Any) -> tuple[Any, ...]:
@@ -259,8 +266,8 @@ class OwnedCache:
                 replicated. A result on some of the devices is followed there.
 
         Returns:
-            The arrays: one that is ready when all of the cache are, and the results. For a cache on a list of devices a
-            tuple of arrays for each device, in their order.
+            The arrays: one or more that are ready when all of the cache are, and the results. For a cache on a list of
+            devices, also of one, a tuple of arrays for each device, in their order.
 
         Raises:
             ValueError: the cache was donated and its update was not set; or one of `results` was deleted, or is on none
@@ -275,12 +282,7 @@ class OwnedCache:
         given = [shards_of(array) for array in self._followed_arrays()]
         here = self._jax_devices or tuple(given[0])
         for index, result in enumerate(results):
-            if not is_jax_array(result):
-                raise TypeError(f"results[{index}] must be a jax.Array, got {type(result).__name__}")
-            if result.is_deleted():
-                raise ValueError(
-                    f"results[{index}] was deleted, or donated to a computation: pass the array that took its place"
-                )
+            check_jax_array(f"results[{index}]", result)
             given.append(shards_of(result))
             if given[-1].keys().isdisjoint(here):
                 raise ValueError(f"results[{index}] is on {list(given[-1])}, and the cache on {list(here)}")

@@ -32,6 +32,14 @@ def is_jax_array(array: object) -> bool:
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
+def check_jax_array(name: str, array: Any) -> None:
+    """Raise TypeError unless it is a `jax.Array`, ValueError if that was deleted."""
+    if not is_jax_array(array):
+        raise TypeError(f"{name} must be a jax.Array, got {type(array).__name__}")
+    if array.is_deleted():
+        raise ValueError(f"{name} was deleted, or donated to a computation: pass the array that took its place")
+
+
 def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
     """Return the name of the arrays' type of elements; None if they differ, or have none that has a name."""
     try:

@@ -83,10 +83,10 @@ class KVLayout(HtmlRepresentation):
             in the order of memory.
 
     Raises:
-        LayoutError: there are no groups; planes of one group share bytes, or have different `num_blocks`; a number is
-            no integer of at least 1; a slot would be larger than 1 TiB; `dtype` is not the type of one element;
-            `slot_order` or `codec` is unknown; the codec cannot code the blocks; or `block_axes` is not a list of
-            different ASCII names.
+        LayoutError: there are no groups, or one is no list of at least one `Plane`; planes of one group share bytes, or
+            have different `num_blocks`; a number is no integer of at least 1; a slot would be larger than 1 TiB;
+            `dtype` is not the type of one element; `slot_order` or `codec` is unknown; the codec cannot code the
+            blocks, or not in that order; or `block_axes` is not a list of different ASCII names.
         ValueError: `on_default_stream` is neither True nor False.
     """
 
@@ -156,7 +156,7 @@ class KVLayout(HtmlRepresentation):
             blocks_per_slot, tokens_per_block, slot_order: as for `KVLayout`.
             block_axes: as for `KVLayout`. The arrays must have a block's axes in the order of memory: if they are
                 transposed views, use `from_tree`.
-            dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same.
+            dtype: as for `KVLayout`. None takes the type of the arrays, if all have the same; else it stays None.
             on_default_stream: as for `KVLayout`. None means False if one of the arrays is JAX's, else True.
 
         Raises:
@@ -164,6 +164,8 @@ class KVLayout(HtmlRepresentation):
                 `block_axes` is given and a block's axes have another order in memory; or the axis that it names
                 "tokens" does not have `tokens_per_block` elements; or as for `KVLayout`.
             ClosedError: the memory of a `DeviceArray` has been freed.
+            TypeError: `arrays` cannot be iterated.
+            ValueError: `on_default_stream` is not None, True or False.
         """
         given = list(arrays)
         names = [f"arrays[{index}]" for index in range(len(given))]
@@ -198,9 +200,9 @@ class KVLayout(HtmlRepresentation):
         """Return a layout of one group, from one array that holds all planes. Nothing is copied; the layout keeps the
         array alive.
 
-        A transfer then takes one copy for each block, however many planes there are: one contiguous range if the array
-        is block-major, `(blocks, planes, ...)`, which is faster, above all for small transfers; one row for each plane
-        if it is `(planes, blocks, ...)`.
+        A block is then one copy, however many planes there are: one contiguous range if the array is block-major,
+        `(blocks, planes, ...)`, which is faster, above all for small transfers; one strided operation, with a row for
+        each plane, if it is `(planes, blocks, ...)`. (There, planes of 2 GiB or more take a copy each.)
 
         Args:
             array: as for `from_arrays`. All axes but the two named here make up a block.
@@ -210,7 +212,7 @@ class KVLayout(HtmlRepresentation):
 
         Raises:
             LayoutError: as for `from_arrays`, or the two axes are the same, or out of range.
-            ClosedError: as for `from_arrays`.
+            ClosedError, ValueError: as for `from_arrays`.
         """
         view = view_of(array, "array")
         layout = cls(
@@ -228,7 +230,8 @@ class KVLayout(HtmlRepresentation):
     @classmethod
     def from_tree(cls, arrays: Any, *, axes: Sequence[str], blocks_per_slot: SupportsIndex = 1) -> KVLayout:
         """Return a layout of one group, from an array or a tree of arrays: lists, tuples and dicts, with an array a
-        layer, say. All have the same axes. Nothing is copied; the layout keeps the arrays alive.
+        layer, say. All have the same axes. Nothing is copied; the layout keeps the arrays alive. `dtype` and
+        `on_default_stream` are as `from_arrays` finds them, `tokens_per_block` is the extent of "tokens", or None.
 
         Args:
             arrays: as for `from_arrays`. The order of a dict is that of its sorted keys, as in JAX.
@@ -240,8 +243,8 @@ class KVLayout(HtmlRepresentation):
             blocks_per_slot: as for `KVLayout`.
 
         Raises:
-            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array; or two arrays have a
-                block's axes in different orders in memory.
+            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array, in ASCII; or two arrays
+                differ in the extent of "tokens", or have a block's axes in different orders in memory.
             ClosedError: as for `from_arrays`.
         """
         names = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else ()
@@ -501,9 +504,10 @@ class ShardedLayout:
             options: further keyword arguments of `KVLayout.from_stacked`; the same for all arrays.
 
         Raises:
-            LayoutError: an array cannot be a layout; a note names it. Or the layouts do not agree, see `ShardedLayout`.
-            ClosedError: as `KVLayout.from_stacked`.
-            TypeError: `arrays` is no list or tuple.
+            LayoutError: an array cannot be a layout; a note names it. Or the layouts do not agree, see `ShardedLayout`,
+                or `arrays` is empty.
+            ClosedError, ValueError: as `KVLayout.from_stacked`.
+            TypeError: `arrays` is no list or tuple, or an option is unknown.
         """
         if not isinstance(arrays, list | tuple):
             raise TypeError(f"arrays must be a list with an array for each device, got {shown(arrays)}")

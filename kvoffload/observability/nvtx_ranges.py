@@ -25,7 +25,7 @@ class _NvtxTracer:
 
 
 def nvtx_tracer(domain: str = "kvoffload") -> Tracer:
-    """Return a tracer for `set_tracer` that makes an NVTX range for each transfer, which Nsight Systems shows.
+    """Return a tracer for `set_tracer`. Once set, it makes an NVTX range for each transfer, which Nsight Systems shows.
 
     A range lasts from the submission until the host finds the transfer's end, in a call such as the engine's
     `poll` or a job's `wait`. That is later than its end on the GPU.

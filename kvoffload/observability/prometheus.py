@@ -158,14 +158,14 @@ _OF_A_TIER = {
     **{f"tier_{field}": _by_tier("Counter", text, f"tier.{field}") for field, text in _IN_TIERS.items()},
 }
 _METRICS = {**_OF_A_CACHE, **_OF_AN_ENGINE, **_OF_A_TIER}
-_OWN_LABELS = {"state", "direction", "le", "tenant", "tier", "weights"}
+_OWN_LABELS = {"le"} | {metric.label for metric in _METRICS.values()} - {""}
 
 
 class CacheCollector:
     """A custom collector of prometheus_client: each time it is asked, it exports the statistics of caches, of their
     engines and of their tiers. Caches that are garbage, or whose engine is closed, are left out.
 
-    Times of a simulated device mean nothing and are not exported.
+    Transfer times of a simulated device mean nothing and are not exported.
 
     Args:
         cache: a BlockCache, or an object with the same `statistics()`. Not kept alive.
@@ -173,7 +173,8 @@ class CacheCollector:
 
     Raises:
         CapabilityError: prometheus_client is not installed.
-        ValueError, TypeError: Prometheus does not allow a label's name or value, or the metrics use the name already.
+        ValueError: a label's name is not one that Prometheus allows, or the metrics use it already.
+        TypeError: a label's value is not a string, or `cache` does not allow weak references.
     """
 
     def __init__(self, cache: Cache, /, **labels: str) -> None:
@@ -189,8 +190,9 @@ class CacheCollector:
             labels: the same names as for the first cache, with other values.
 
         Raises:
-            ValueError: the names differ from the first cache's, or another living cache has these values.
-            TypeError: a value is not a string.
+            ValueError: the names differ from the first cache's, or a cache that is not garbage, perhaps with a closed
+                engine, has these values.
+            TypeError: a value is not a string, or `cache` does not allow weak references.
         """
         if tuple(sorted(labels)) != self._label_names:
             raise ValueError(f"labels must be {list(self._label_names)} as for the first cache, got {sorted(labels)}")
@@ -206,7 +208,9 @@ class CacheCollector:
             yield self._family(name)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics of all living caches; a metric without values is left out."""
+        """Yield the metrics of the caches, without those that are garbage or whose engine is closed. A metric without
+        values is left out.
+        """
         families = {name: self._family(name) for name in _METRICS}
         for reference, values in self._caches:
             for statistics, metrics in _statistics(reference()):
@@ -249,7 +253,7 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
     Raises:
         CapabilityError: prometheus_client is not installed.
         ValueError: the registry has a collector of these metrics already, or a label's name is not allowed.
-        TypeError: a label's value is not a string.
+        TypeError: a label's value is not a string, or `cache` does not allow weak references.
     """
     collector = CacheCollector(cache, **labels)
     chosen = _client().core.REGISTRY if registry is None else registry

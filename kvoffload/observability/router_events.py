@@ -32,11 +32,12 @@ class Batch(NamedTuple):
     Attributes:
         sequence: the number of the batch, from 0 on. A missing number stands for messages that were lost.
         payload: for msgpack: lists, tuples, dicts, strings, numbers and None. It is
-            `(ts, events, data_parallel_rank)`; `ts` is in seconds since the epoch. With the form "map" an event is a
-            dict: its name is `type`, the other keys are the fields that vLLM's has, without those that would have
-            their default value. With "array" it is `("BlockStored", block_hashes, parent_block_hash, token_ids,
-            block_size, lora_id, medium, lora_name)`, `("BlockRemoved", block_hashes, medium)` or
-            `("AllBlocksCleared",)`.
+            `(ts, events, data_parallel_rank)`; `ts` is in seconds since the epoch. With the form "array" an event is
+            `("BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name)`,
+            `("BlockRemoved", block_hashes, medium)` or `("AllBlocksCleared",)`; `lora_id` is always None,
+            `parent_block_hash` and `lora_name` are if there is none. With "map" it is a dict of the same values by
+            these names, None included, with `type` for the event's name, and `locality`, "LOCAL", if the medium is
+            GPU, CPU or DISK.
     """
 
     sequence: int
@@ -69,6 +70,8 @@ class RouterEvents:
     the same prefix to them. Adapters differ by `lora_name`. When the cache begins to use other weights, routers hear
     that it holds nothing, and then only of keys of these weights that are stored from then on.
 
+    A cache over a `SharedPool` does not hear of evictions, so that routers would be told of ever more keys.
+
     Args:
         tokens_per_key: tokens that a key covers: `layout.tokens_per_block * layout.blocks_per_slot`. Configure routers
             with the same block size.
@@ -88,7 +91,7 @@ class RouterEvents:
             sequence, by which subscribers notice.
 
     Raises:
-        ValueError, TypeError: bad arguments.
+        ValueError: a bad argument. `clock` is not checked.
     """
 
     def __init__(
@@ -138,7 +141,8 @@ class RouterEvents:
             lora_name: name of the adapter; None: the model without one.
 
         Raises:
-            ValueError: there are too few tokens for so many keys, or `token_ids` are not integers.
+            ValueError: there are too few tokens for so many keys, or `token_ids` are not one sequence of integers in
+                [0, 2**32).
             RuntimeError: you called it inside another call of this object, in the same thread.
         """
         step, ids = self.tokens_per_key, as_tokens(token_ids).tolist()
@@ -252,7 +256,8 @@ class RouterEvents:
 
     def since(self, sequence: int) -> list[Batch]:
         """Return the kept batches with this number and later ones, the oldest first: for subscribers that missed some.
-        Batches that are kept no more, or were lost, are left out; [] if none is left. The batches stay kept.
+        Batches that are kept no more, or were lost, are left out; [] if none is left. The batches stay kept. Messages
+        that `take` has not returned yet are in none.
         """
         with self._lock:
             return list(filter(lambda batch: batch.sequence >= sequence, self._batches))

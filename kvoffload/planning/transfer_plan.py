@@ -32,6 +32,10 @@ class Direction(enum.StrEnum):
     STORE = "store"
     LOAD = "load"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Direction:
+        raise ValueError(f'direction must be "store" or "load", got {value!r:.80}')
+
     @property
     def opposite(self) -> Direction:
         return LOAD if self is STORE else STORE

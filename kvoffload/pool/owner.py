@@ -64,23 +64,26 @@ class PoolOwner(Closing):
         path: of the socket, in a folder that only this user, or root, may change (or one like /tmp). Members must be of
             this user.
         nbytes: of all regions together. A region is allocated when its first member joins.
-        region_bytes: of each region: members with the same layout and identity share one. None: `nbytes`, for a single
-            one. If there is no room for another region, those without members make room, the oldest first.
+        region_bytes: of each region, and less if less is left: members with the same layout and identity share one.
+            None: `nbytes`, for a single one. If there is no room for another region, those without members make room,
+            the oldest first.
         policy, tenants, write: of each region's index, as for `BlockCache`; the policy no object, which one index has.
         busy_poll: seconds for which the thread polls its sockets after each message before it sleeps. That keeps a core
             (and the interpreter) busy while members call; waking it costs a call tens to hundreds of microseconds.
         tiers: called for each region with a name of its own (letters and digits, always the same for the same layout
             and identity) and the identity; returns its tiers, which the owner closes. Called in a thread of the owner's
-            when the region's first member joins; if it raises, that member is refused.
+            when the region's first member joins; if it raises, that member is refused (CapabilityError there, unless it
+            raises CapacityError, LayoutError or ValueError).
 
     Attributes:
         failure: what has ended the thread before `close`; None: nothing has.
 
     Raises:
-        ValueError: another owner serves `path`; it has more than 107 bytes; or a bad argument.
-        TypeError: `policy` is an object, or `tiers` is no function.
+        ValueError: another owner serves `path`; it has more than 107 bytes, or is a file that is no socket; another
+            process keeps its folder locked; or a bad argument.
+        TypeError: `policy` is an object, `tiers` is no function, or an argument is of a wrong type.
         PermissionError: others may write to the folder.
-        OSError: the socket cannot be made there.
+        OSError: the socket cannot be made there; FileNotFoundError: there is no such folder.
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class PoolOwner(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """End: stop serving, and close the tiers. Members go on without hits, and keep the memory mapped. Idempotent.
-        RuntimeError inside another call of the library.
+        """End: stop serving, and close the tiers; a thread goes on closing those that take more than a second. Members
+        go on without hits, and keep the memory mapped. Idempotent. RuntimeError inside another call of the library.
 
         If there are members, or those of the last owner may still come back, the socket's file stays: by it the next
         owner knows that they will bring the memory.
@@ -146,10 +149,10 @@ class PoolOwner(Closing):
         self._thread.join()
 
     def statistics(self) -> list[dict[str, Any]]:
-        """Return a dict for each region: `name`, `members`, `nbytes`, `capacity`; keys `resident`, `pending` and
-        `pinned` now; `evicted` so far. Waits for the owner's thread. Messages that members had sent before this call
-        count, unless more arrive than the owner can execute. After `close`: no regions. RuntimeError inside another
-        call of the library.
+        """Return a dict for each region: `name`, `members` (processes, also of one engine), `nbytes`, `capacity`; keys
+        `resident`, `pending` and `pinned` now; `evicted` so far. Waits for the owner's thread. Messages that members
+        had sent before this call count, unless more arrive than the owner can execute. After `close`, or once `failure`
+        is set: []. RuntimeError inside another call of the library.
         """
         counted: Future[list[dict[str, Any]]] = Future()
 

@@ -71,10 +71,10 @@ class SharedPool(Closing):
     pool when it is collected.
 
     Attributes:
-        path: of the owner's socket.
+        path: of the owner's socket, absolute.
         tenant: whose quota and priority the keys of this member have.
         capacity: keys that the region holds, of all members together.
-        num_groups: of the layout.
+        num_groups: of the layout; 1 if made by `beside`.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class SharedPool(Closing):
                 The process with the index gives the name to `beside` instead of calling this. A row has as many parts
                 as the layout has groups; `host_memory` is one part of each. Nothing tells if two processes have the
                 same name and part: they would overwrite each other. No other engine may have the name.
-            timeout: seconds that an owner is waited for, if there is none yet or it does not answer. While it
-                allocates the memory of a region, for its first member, it says so each second: that may take minutes.
-            answer_seconds: how long a call of a cache over this pool waits for the owner's answer before its keys are
-                misses.
+            timeout: seconds, 0.001 or more, that an owner is waited for, if there is none yet or it does not answer.
+                While it says that it allocates memory, for a region's first member, this waits on: perhaps minutes.
+            answer_seconds: how long, 0.001 or more, a call of a cache over this pool waits for the owner's answer
+                before its keys are misses.
 
         Returns:
             The membership. `close` it after the engine over `host_memory`, which pins the memory. If the owner ends,
@@ -156,9 +156,9 @@ class SharedPool(Closing):
             TimeoutError: no owner serves `path`, or it has not answered in `timeout` seconds.
             CapacityError: the owner has no memory left for a region, or the region has 63 members already (the
                 processes of one engine count once).
-            CapabilityError: this system has no memfd, or the owner speaks another version.
-            LayoutError: the layout has no fingerprint, or is over several devices.
-            PermissionError: the owner is of another user.
+            CapabilityError: this system has no memfd; the owner speaks another version, or failed, as its `tiers` may.
+            LayoutError: `layout` is no layout, has no fingerprint, or is over several devices.
+            PermissionError: the owner is of another user, or this one may not use its socket.
             ValueError, TypeError: a bad argument, a path of more than 107 bytes, or no such tenant.
         """
         if not hasattr(layout, "slot_bytes") or not hasattr(layout, "num_groups"):
@@ -177,12 +177,12 @@ class SharedPool(Closing):
         }
         pool = cls(path, asked, tenant=tenant, num_groups=layout.num_groups, answer_seconds=answer_seconds)
         pool._part = part
-        return pool._joining(timeout, "")
+        return pool._joining(timeout, "it may stand still")
 
     @classmethod
     def beside(cls, path: str | Path, engine: str, processes: int, *, timeout: float = 10.0) -> SharedPool:
         """Join a pool as the process that has the index of an engine, for a `CacheIndex`. The engine's other processes
-        copy; each has called `attach` with the engine's name and a part.
+        copy; each calls `attach` with the engine's name and a part, before this or meanwhile.
 
         To the owner this process and the others are one member. If this process ends, what it had reserved is not used
         again before the others have ended, too: they may still be writing. An entry is a row of the memory, whatever
@@ -192,10 +192,10 @@ class SharedPool(Closing):
             path: of the owner's socket.
             engine: the name that the other processes give to `attach`.
             processes: how many other processes there are, without this one.
-            timeout: seconds, in total, for which this waits for an owner and for the other processes to join.
+            timeout: seconds in total, 0.001 or more, for which this waits for an owner and for the others to join.
 
         Raises:
-            TimeoutError: no owner serves `path`, or the other processes have not joined in `timeout` seconds.
+            TimeoutError: no owner serves `path`, or not exactly `processes` others have joined in `timeout` seconds.
             ValueError: another process has joined as the one with this engine's index; or a bad argument.
             CapacityError, CapabilityError, PermissionError, TypeError: as `attach`.
         """
@@ -203,7 +203,7 @@ class SharedPool(Closing):
             raise ValueError(f"engine must be the name that its processes give to attach, got {shown(engine)}")
         asked = {"engine": engine, "processes": at_least("processes", processes, 1)}
         pool = cls(path, asked, tenant="", num_groups=1, answer_seconds=ANSWER_SECONDS)
-        return pool._joining(timeout, f" for {processes} processes of engine {engine:.80}")
+        return pool._joining(timeout, f"it answers once exactly {processes} processes of engine {engine:.80} are there")
 
     def _joining(self, timeout: float, whom: str) -> SharedPool:
         timeout = min(_MOST_SECONDS, seconds("timeout", timeout))
@@ -213,8 +213,9 @@ class SharedPool(Closing):
                 if self._connect(max(0.001, end - time.monotonic())):
                     break
                 if time.monotonic() >= end:
-                    waited = f"waited {timeout:g} seconds; start one with `kvoffload pool serve`"
-                    raise TimeoutError(f"no owner answers at {shown(self.path)}{whom}; {waited}")
+                    alive, start = self._socket is not None, "start one with `kvoffload pool serve`"
+                    who, so = ("the owner does not answer", whom) if alive else ("no owner answers", start)
+                    raise TimeoutError(f"{who} at {shown(self.path)}; waited {timeout:g} seconds; {so}")
                 time.sleep(0.02)
             opened(files, os.dup, self._wakeup[0])
             thread = new_thread("kvoffload-pool", watch, weakref.ref(self), files)
@@ -233,7 +234,10 @@ class SharedPool(Closing):
 
     @property
     def host_memory(self) -> HostMemory:
-        """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory."""
+        """The value for `OffloadEngine(host_memory=)`. Give it to one engine, which pins the memory. CapacityError if a
+        cache over the pool lives, or has anything under way: read this before you make one. ClosedError after `close`
+        and in a forked child.
+        """
         self.check_usable()
         self._check_free()
         assert self._memory is not None
@@ -247,10 +251,7 @@ class SharedPool(Closing):
     def close(self) -> None:
         """Leave the pool: what this member had reserved or leased is free for others. Close the engine first, since
         the GPU must not touch the memory any more: nothing here waits for transfers. Idempotent. In a forked child it
-        does nothing.
-
-        Raises:
-            RuntimeError: called inside another call of the library, for which the membership's thread may be waiting.
+        does nothing. RuntimeError inside another call of the library, for which its thread may be waiting.
         """
         if len(FORKS) != self._forks:
             return
@@ -327,12 +328,12 @@ class SharedPool(Closing):
         """Send a message, and return the owner's answer, for which this waits about `answer_seconds` at most.
 
         Args:
-            granted: what the message asks for. An owner of another generation is not asked.
+            granted: generation and number of what the message asks for. An owner of another generation is not asked.
 
         Returns:
-            The answer. None: there is no owner; it has not answered in time (then further calls return None at once,
-            until it has); it refused the message, which is logged; or a signal handler or finalizer asks in the middle
-            of another message.
+            The answer. None: there is no owner, or not that of `granted`; it has not answered in time (then further
+            calls return None at once, until it has); the message has more than 8 MiB, or the owner refused it, both of
+            which are logged; or a signal handler or finalizer asks in the middle of another message.
 
         Raises:
             CapacityError: the owner refuses RESERVE with ALL_OR_NOTHING.
@@ -359,8 +360,8 @@ class SharedPool(Closing):
         about `wait` seconds and `answer_seconds` at most; calls of other threads go on meanwhile.
 
         Returns:
-            The answer; b"" if the owner refused the message. None: there is no owner, it has not answered in time, or
-            it stopped answering `ask` meanwhile.
+            The answer; b"" if the owner refused the message, or its tiers failed. None: there is no owner, it has not
+            answered in time, or not answered `ask` meanwhile; or the message has more than 8 MiB, which is logged.
 
         Raises:
             ClosedError: the pool is closed, or this is a forked child.
@@ -399,7 +400,7 @@ class SharedPool(Closing):
         self.tell(Operation.WEIGHTS, name.encode("utf-8", "surrogatepass"), generation=self.generation)
 
     def tell(self, operation: Operation, payload: bytes, *, generation: int | None = None) -> None:
-        """Send a message without an answer; wait `answer_seconds` at most until it is sent, and not until it is read.
+        """Send a message without an answer; wait about `answer_seconds` at most until it is sent, not until it is read.
         If the owner does not listen, the message is dropped; with `generation`, it is kept and sent later, unless the
         owner of that generation has ended, or 65,536 messages are kept. Does nothing after `close` and in a forked
         child.

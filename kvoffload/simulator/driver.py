@@ -173,7 +173,8 @@ class Pool(NamedTuple):
 
 
 class SimulatedDriver:
-    """One simulated CUDA driver for `open_device(backend=...)`. It has the functions of `cuda.bindings.driver`.
+    """One simulated CUDA driver for `open_device(backend=...)`. It has the functions of `cuda.bindings.driver` that
+    kvoffload calls. In a forked child each returns CUDA_ERROR_NOT_INITIALIZED.
 
     Args:
         seed: an integer. It decides every choice that CUDA leaves open, so the same calls from one thread have the same
@@ -184,7 +185,8 @@ class SimulatedDriver:
         memory_bytes: memory of each device.
         device_count: how many devices it has.
         queue_depth: places of a stream's queue. A submission that finds too few free ones waits.
-        strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`.
+        strict: True raises SimulatorError for undefined behaviour at once; False only collects it in `violations`. A
+            wait that can never end always raises it.
         max_register_bytes: the most that one cuMemHostRegister takes; None: any.
         pinnable_bytes: the most that can be pinned in all; None: any.
         deadlock_seconds: how long a wait that no queued work can end goes on for other threads before SimulatorError.
@@ -193,20 +195,22 @@ class SimulatedDriver:
         faults: planned failures, see `Faults`.
         call_count: calls so far, failed ones included, by the driver function's name; 0 for other names.
         device_faults: why contexts were lost, as text; CUDA only reports a number.
-        scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns: 1 is
-            an eager device, 0 the laziest.
+        scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns, 0.125
+            unless you set it: with 1 a few operations of one stream, not all; 0 is the laziest device.
         violations: undefined behaviour so far, as text.
-        pageable_copies: how many copies had unpinned host memory.
+        pageable_copies: how many copy calls had unpinned host memory; a batch is one.
         blocked_submissions: how often a submission waited for a full queue.
-        attributes: device attributes by number; tests may change them.
-        staged_copies: whether cuMemcpyHtoD from pageable memory returns before the device has the bytes, as CUDA may.
+        attributes: device attributes by number; tests may change them. Others read as 0.
+        staged_copies: whether cuMemcpyHtoD from pageable memory returns before the device has the bytes, as CUDA may;
+            True unless you set it.
         raw: the raw-address calls of the 13.5 bindings; None for older bindings.
-        device_ordinal_works: False: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is 0 for all memory, as with several releases
-            of the bindings.
-        pools_report_their_device: whether pools have CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
+        device_ordinal_works: False, unless you set it: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is 0 for all memory, as with
+            several releases of the bindings.
+        pools_report_their_device: whether pools have CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13; True unless you
+            set it.
 
     Raises:
-        TypeError: `seed` is no integer, or a version is not two integers.
+        TypeError: `seed` is no integer, or a version is no tuple of two integers.
         ValueError: `device_count` is not an integer of at least 1. The other numbers are not checked.
     """
 
@@ -291,7 +295,8 @@ class SimulatedDriver:
     def enqueue(
         self, stream: Any, function: Callable[[], object], *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()
     ) -> None:
-        """Queue a Python function as if it were a kernel; it runs when the stream gets there.
+        """Queue a Python function as if it were a kernel; it runs when the stream gets there. On a stream that is being
+        captured it is dropped.
 
         It runs in whichever driver call advances the stream, perhaps this one, under the driver's lock. So it must not
         wait for another thread that calls the driver. It reaches memory by `view`. An exception of the function leaves
@@ -304,9 +309,9 @@ class SimulatedDriver:
                 unpinned host memory, the context is lost and the function does not run.
 
         Raises:
-            DriverError: of kvoffload.simulator.errors: bad stream or context; `status` is what a launch would return.
-                Nothing is queued.
-            SimulatorError: the stream was destroyed, and the driver is `strict`.
+            DriverError: bad stream or context; `status` is what a launch would return. Nothing is queued. It is that of
+                kvoffload.simulator, not the library's.
+            SimulatorError: the stream was destroyed, and the driver is `strict`; or its queue stays full.
         """
         with self.lock:
             try:
@@ -328,7 +333,8 @@ class SimulatedDriver:
 
     def exported(self, address: Any, nbytes: int, owner: object) -> space.Bytes:
         """Return device or pinned memory as `view` does, as an array that keeps `owner` and the memory alive. After a
-        free it reads the fill of freed memory, 0xDE, never another allocation's bytes. ValueError for other addresses.
+        free it reads the fill of freed memory, 0xDE, never another allocation's bytes. Registered memory is the
+        program's own: nothing fills or keeps it. ValueError for other addresses.
         """
         return space.held_view(int(address), nbytes, (owner, self._holding(address, nbytes).storage))
 
@@ -355,13 +361,13 @@ class SimulatedDriver:
         return region
 
     def pending_operations(self) -> int:
-        """Return how many operations are queued and have not run, in all contexts."""
+        """Return how many operations are queued and have not run, in all contexts; records and waits are some, too."""
         return self.scheduler.pending
 
     def run_all(self) -> None:
         """Run all queued operations, of all streams and contexts, before this returns; but leave those behind a
         stream's wait for a value that the host has not written. An exception of a function that was given to `enqueue`
-        leaves this call.
+        leaves this call, and the rest stays queued.
         """
         with self.lock:
             self.scheduler.run_all()
@@ -378,7 +384,7 @@ class SimulatedDriver:
         """Return how many objects of each kind exist now, over all contexts: all 0 if everything was freed.
 
         Keys: those of `contents`, and allocation_handles, contexts (without primary ones), primary_retains. Objects
-        that a primary context still had at its last release stay counted.
+        that a primary context still had at its last release stay counted, unless it was lost.
         """
         with self.lock:
             contexts = self.contexts.values()
@@ -390,7 +396,8 @@ class SimulatedDriver:
             return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def contents(self, context: Context | None = None) -> dict[str, int]:
-        """Return how many objects of each kind a context has; None: all contexts.
+        """Return how many objects of each kind a context has (give an object such as `current_context()`, no handle).
+        None: all contexts have, and memory of `allocate_outside`.
 
         Keys, always present: streams, events, device_allocations, host_allocations, registered_ranges, modules.
         """
@@ -411,7 +418,7 @@ class SimulatedDriver:
     def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
         """Allocate `nbytes` on GPU number `device` as another library does, and return the address. `allocator` and
         `options` (`readers`, `handle_bytes`) are those of `allocate_adjacent`. Free it with `free_outside`; `leaks`
-        counts it. ValueError if there is no such allocator.
+        counts it. ValueError if there is no such allocator or GPU.
         """
         return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
@@ -424,22 +431,24 @@ class SimulatedDriver:
         readers: tuple[int, ...] = (),
         handle_bytes: int | None = None,
     ) -> list[int]:
-        """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
+        """Allocate device memory as another library does, without gaps between. Returns the addresses.
 
         A copy that crosses from one allocation to the next is refused, as by the driver. Free each with `free_outside`;
-        in "mapped" memory that leaves a gap. They count in `contents` and `leaks`.
+        in "mapped" memory that leaves a gap. They count in `contents()` and `leaks`; `memory_bytes` is no limit.
 
         Args:
-            sizes: bytes of each allocation.
-            devices: the GPU of each.
+            sizes: bytes of each allocation; only the first is aligned, to 512.
+            devices: the number of the GPU of each.
             allocator: an `Allocator`, or its value: "default pool", "own pool", "mapped", "unknown".
             readers: for "own pool": other devices that can access it.
             handle_bytes: for "mapped": bytes that a handle maps, the last one of each allocation the rest; None: one
                 handle for each allocation.
 
         Raises:
-            ValueError: there is no such allocator.
+            ValueError: there is no such allocator or GPU, or not one device for each size, or no size.
         """
+        if not set(devices) <= {*range(self.device_count)}:
+            raise ValueError(f"each device must be in [0, {self.device_count}), got {devices!r:.80}")
         with self.lock:
             made_by = Allocator(allocator)
             contexts = [self._outside.setdefault(each, Context(0, each, primary=False)) for each in devices]
@@ -455,11 +464,13 @@ class SimulatedDriver:
             return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:
-        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for other or freed memory."""
+        """Free memory of `allocate_outside` or `allocate_adjacent`. AssertionError for other or freed memory; and, in a
+        `strict` driver, SimulatorError for memory that queued work uses: it is not freed.
+        """
         with self.lock:
             region = self.memory.at(address)
             assert region is not None, "freed twice"
-            assert region.context.handle == 0, "cuMemAlloc made it"
+            assert (region.context.handle, region.base) == (0, address), "cuMemAlloc made it, or it begins elsewhere"
             self.pool_of.pop(region.base, None)
             self.free_region(region)
 
@@ -519,7 +530,9 @@ class SimulatedDriver:
         return item
 
     def live(self, table: HandleTable[Live], number: int, violation: str) -> Live:
-        """Return the object of a handle; one that was destroyed is a violation."""
+        """Return the object of a handle; one that was destroyed is a violation. RefusedError, with which a driver call
+        returns CUDA_ERROR_INVALID_HANDLE, if there is none and that has not raised.
+        """
         if table.is_stale(number):
             self.violate(violation.format(number))
         return table.get(number)

@@ -27,12 +27,14 @@ class Faults:
     """The planned faults of one simulated driver. A count such as `nth=1` means the next call or copy from now on, of
     any thread.
 
-    Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync"; unknown ones are accepted
-    and never apply. A count below 1 is a ValueError; only that of `fail_operation` is not checked, and 0 cancels there.
+    Each failure happens once. Names are those of driver functions, such as "cuMemcpyAsync", or of calls of `raw`, such
+    as "memcpy_batch_async_v2"; unknown ones are accepted and never apply. A count below 1 is a ValueError; only that of
+    `fail_operation` is not checked, and 0 cancels there.
 
     Attributes:
-        partial: a batch call (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync) that is planned to fail copies some of its
-            entries first, as the driver may. The driver sets it for one seed of four: 1, 5, 9 and so on.
+        partial: True: a batch call (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync, and those of `raw`) that is planned to
+            fail queues some of its copies, perhaps none, as the driver may; never all, also with `after=True`. The
+            driver sets it for one seed of four: 1, 5, 9 and so on.
         call_count: calls so far, failed ones included, by the driver function's name.
         total_calls: calls so far, of all names.
         calls: None; set it to a list, and every call appends (name, arguments).
@@ -46,8 +48,8 @@ class Faults:
         self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` from now on return `error` without doing its work (but see `partial`); with
-        `after=True`, after doing it.
+        """Make the nth call of `name` from now on return `error` without doing its work; with `after=True`, after doing
+        it. For batch calls see `partial`. A call of `raw` raises DriverError of kvoffload.simulator instead.
 
         If several failures fall on one call, the one that was planned first happens, and the others are dropped.
 
@@ -61,16 +63,16 @@ class Faults:
 
     def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
         """Make the nth driver call from now on (1 is the next), whatever its name, return `error` without doing its
-        work; with `after=True`, after doing it. Otherwise as `fail_call`: None is CUDA_ERROR_UNKNOWN, and ValueError is
-        raised if `n` is below 1 or `error` is no CUresult.
+        work; with `after=True`, after doing it. Otherwise as `fail_call`, batch calls and `raw` included: None is
+        CUDA_ERROR_UNKNOWN, and ValueError is raised if `n` is below 1 or `error` is no CUresult.
         """
         self._plan(_ANY, n, error, after=after)
 
     def sticky(self, at_call: int | None = None) -> None:
         """Lose a CUDA context, as by an illegal address: the one in which the next operation executes; or, with
-        `at_call=n`, the one that is current in the thread of the nth driver call from now on. Work queued in it never
-        runs, and calls that need it return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed. ValueError if `at_call`
-        is below 1.
+        `at_call=n`, the one that is current in the thread of the nth driver call from now on (if none is, that call
+        fails and no context is lost). Work queued in it, that operation included, never runs; calls that need it
+        return CUDA_ERROR_ILLEGAL_ADDRESS until it is destroyed. ValueError if `at_call` is below 1.
         """
         if at_call is None:
             self._sticky_soon = True
@@ -79,7 +81,8 @@ class Faults:
 
     def fail_operation(self, nth: int = 1) -> None:
         """Make the nth copy that executes from now on (1 is the next) fault halfway; its context is lost, as with
-        `sticky`. A second call replaces the first; 0 cancels it. Queued copies count when they execute, not now.
+        `sticky`. A second call replaces the first; 0 cancels it. Queued copies count when they execute, not now. A
+        batch is one copy; fills and kernels, also those that copy, are none.
         """
         self._copy_countdown = nth
 
@@ -102,7 +105,7 @@ class Faults:
 
     @property
     def pending(self) -> int:
-        """How many planned failures have not happened yet. Delays do not count."""
+        """How many planned failures have not happened yet, those of unknown names included. Delays do not count."""
         return len(self._planned) + bool(self._copy_countdown) + self._sticky_soon
 
     def _plan(self, name: str, nth: int, error: Any, after: bool = False, sticky: bool = False) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffload.internal.checks import seconds
+from kvoffload.internal.checks import seconds, shown
 from kvoffload.internal.nesting import new_lock
 from kvoffload.tiers import Limits, MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
@@ -37,8 +37,7 @@ class TierFaults:
         longest_delay: seconds, 0 or more; no rate.
 
     Raises:
-        ValueError: a rate is out of range, or `longest_delay` is no number of seconds.
-        TypeError: a rate is no number.
+        ValueError: a rate is no number or out of range, or `longest_delay` is no number of seconds.
     """
 
     fail: float = 0.0
@@ -54,8 +53,8 @@ class TierFaults:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "longest_delay" and not 0.0 <= value <= 1.0:
-                raise ValueError(f"{field.name} must be in [0.0, 1.0], got {value!r}")
+            if field.name != "longest_delay" and not (isinstance(value, int | float) and 0.0 <= value <= 1.0):
+                raise ValueError(f"{field.name} must be a number in [0.0, 1.0], got {shown(value)}")
         seconds("longest_delay", self.longest_delay, 0.0)
 
 
@@ -74,7 +73,10 @@ class FaultyTier(ThreadedTier):
 
     Attributes:
         faults: may be replaced at any time; the next call has the new rates.
-        inner: as given.
+        inner: the other tier.
+
+    Raises:
+        TypeError: `inner` is no `ThreadedTier`, or `limits` no `Limits`.
     """
 
     threads = 1
@@ -89,6 +91,8 @@ class FaultyTier(ThreadedTier):
     ) -> None:
         super().__init__(limits=limits)
         self.inner = MemoryTier(1 << 30) if inner is None else inner
+        if not isinstance(self.inner, ThreadedTier):
+            raise TypeError(f"inner must be a kvoffload.tiers.ThreadedTier, or None, got {shown(inner)}")
         self.bytes_per_call = self.inner.bytes_per_call
         self.faults = TierFaults() if faults is None else faults
         self.name = f"faulty-{self.inner.name}"
@@ -119,8 +123,9 @@ class FaultyTier(ThreadedTier):
             self._all_fail = True
 
     def hang_all(self) -> None:
-        """Let every get, put, removal and flush that begins from now on hang, until you call `heal`. Call that before
-        `close`, which would wait for its whole timeout and return False.
+        """Let every get, put, removal and flush that begins from now on hang, until you call `heal`. (`release_hung`
+        frees only those that hang by then.) Call `heal` before `close`, which would wait for its whole timeout and
+        return False.
 
         `contains` still answers; so does `exists`, as long as one thread of the tier does not hang (by default there is
         only one).

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffload.cache.tiering.tier import RECORD_ALIGNMENT
 from kvoffload.errors import ClosedError, LayoutError
-from kvoffload.internal.checks import at_least, to_wait
+from kvoffload.internal.checks import at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.waiting import wait_until
 from kvoffload.testing.tier_model import TierFuzz
@@ -99,7 +99,7 @@ def unsuitable_pools_are_refused(session: TierSession) -> None:
 
 _KEYS: dict[str, Any] = {
     "an empty key": [b"a", b""], "a key of 65 bytes": [b"a", b"k" * 65], "a str": [b"a", "b"], "an int": [b"a", 7],
-    "a key twice": [b"a", b"a"],
+    "a key twice": [b"a", b"a"], "no list": None,
 }  # fmt: skip
 _ENTRIES: dict[str, Any] = {
     "too few": [0], "too many": [0, 1, 2], "negative": [0, -1], "one twice": [1, 1], "not whole": [0, 1.5],
@@ -125,6 +125,7 @@ def unsuitable_arguments_are_refused(session: TierSession) -> None:
         ]
         for what, named, keys, entries, options in wrong:
             refused(f"{name}, {what}", LayoutError, named, partial(put_or_get, keys, entries, **options))
+    refused("put, tenant=3", LayoutError, "tenant", lambda: tier.put([b"a"], [0], tenant=cast("Any", 3)))
     for what, keys in _KEYS.items():
         refused(f"exists, {what}", LayoutError, "keys", partial(tier.exists, keys))
         refused(f"remove, {what}", LayoutError, "keys", partial(tier.remove, keys))
@@ -520,6 +521,7 @@ def check_tier(
         AssertionError: the tier breaks a promise, raises an error or does not come to an end; the message names the
             check. Later checks are not made. A check that has not ended goes on in its thread.
         ValueError: `entries`, `row_bytes`, `pools` or `timeout`.
+        TypeError: `make` returns no `Tier`.
         Any error of the first call of `make`.
     """
     at_least("entries", entries, 8)
@@ -532,16 +534,18 @@ def check_tier(
             with setup.session(attach=check not in _WITHOUT_A_POOL) as session:
                 check(session)
 
-    checks = [*CHECKS, *DURABLE_CHECKS] if make().capabilities.durable else CHECKS
-    shown = [check.__name__.replace("_", " ") for check in checks]
-    for check, name in zip(checks, shown, strict=True):
+    if not isinstance(first := make(), Tier):
+        raise TypeError(f"make must return a kvoffload.tiers.Tier, got {shown(first)}")
+    checks = [*CHECKS, *DURABLE_CHECKS] if first.capabilities.durable else CHECKS
+    titles = [check.__name__.replace("_", " ") for check in checks]
+    for check, name in zip(checks, titles, strict=True):
         where, most = f"check_tier, {name}, seed={seed}", 4 * setup.timeout
         errors = _errors_of([partial(run, check)], f"check_tier: {name}", most)
         assert errors is not None, f"{where}: not over after {most} seconds; a call or a job does not end"
         for error in errors:
             text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             raise AssertionError(f"{where}: {text}") from error
-    return shown
+    return titles
 
 
 def _errors_of(works: Sequence[Callable[[], object]], name: str, timeout: float) -> list[BaseException] | None:

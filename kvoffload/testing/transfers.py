@@ -17,6 +17,7 @@ from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane, SlotOrder
@@ -34,9 +35,9 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
     every machine.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once. A longer array
-    for the same key begins with the bytes of the shorter one.
+    for the same key begins with the bytes of the shorter one. ValueError: `nbytes` is no integer of at least 0.
     """
-    digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
+    digest = hashlib.shake_128(repr(key).encode()).digest(at_least("nbytes", nbytes, 0))
     return np.frombuffer(digest, dtype=np.uint8).copy()
 
 
@@ -194,11 +195,11 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 
 @contextmanager
 def leak_check(device: Device) -> Iterator[None]:
-    """Fail if more resources are in use after the block than before. If the block raises, nothing is counted.
+    """Fail if more resources are in use after a `with` block than before. If the block raises, nothing is counted.
 
     Counted: objects that the device owns, open file descriptors (where /proc lists them) and threads of the whole
-    process; on a simulated device also streams, events, allocations, registered ranges and contexts. Engines created
-    inside the block must be closed or garbage by its end. It waits for no transfer: `drain` engines that you drop.
+    process; on a simulated device also all that its driver's `leaks` counts, of all devices. Engines created inside
+    the block must be closed or garbage by its end. It waits for no transfer: `drain` engines that you drop.
 
     Raises:
         AssertionError: something is left over; the message has both counts.

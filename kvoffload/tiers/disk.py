@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.pools import Tenant
+from kvoffload.cache.pools import Pools, Tenant
 from kvoffload.cache.tiering.tier import Outcome, TierCapabilities, TierJob
 from kvoffload.cache.weights import namespace_of, split_namespace
 from kvoffload.errors import LayoutError
@@ -31,8 +31,8 @@ class DiskTier(ThreadedTier):
     Every read compares header, key and checksum, so anything that a crash, a torn write or a failing disk leaves is a
     miss. `remove` and `clear` are durable when their jobs are DONE, puts when `drain` has returned True; `close` syncs,
     too, and logs if that fails. docs/disk-format.md has the format. The default checksum is no signature, and prompts
-    lie on the disk unencrypted. If a file is deleted or replaced while it is open, the next `drain` logs that and
-    returns False; from then on puts are DECLINED, and records are still read.
+    lie on the disk unencrypted. If a file is deleted or replaced while it is open, the next `drain` logs that; it
+    and all later ones return False, puts are DECLINED from then on, and records are still read.
 
     Args:
         path: a file, or several, best on different disks, over which records are spread. For a folder, the file
@@ -46,7 +46,7 @@ class DiskTier(ThreadedTier):
         policy, tenants: how a full tier evicts, and quotas, as for `BlockCache`. Records of tenants that are not named
             here count for "".
         key: 16 to 64 secret bytes. Keyed blake2b then verifies records: it also finds deliberate changes, and takes at
-            least 15 times as long (see `format`). None: xxh3_128, which finds accidents.
+            least 15 times as long. None: xxh3_128, which finds accidents.
         reset: if the files have another layout, identity, size, key or set, drop their records instead of refusing
             them, in `attach`. Files that are no disk tier's stay refused.
         read_only: read the files while another process writes them. Puts are DECLINED. Removals are FAILED, and this
@@ -58,9 +58,12 @@ class DiskTier(ThreadedTier):
 
     Raises:
         TypeError, ValueError: an argument.
-        From `attach`, which opens the files: LayoutError, they have another layout, identity, size, key or set, or are
-        no disk tier's. CapacityError, too little space. BlockingIOError, they are open for writing elsewhere.
-        PermissionError, every user may write a folder, or others may access a file. OSError, a system call failed.
+        From `attach`, which opens the files: whatever a function given as `policy` raises, or TypeError, it returns no
+        policy. LayoutError, they have another layout, identity, size, key or set, are no
+        disk tier's, or one is given twice. CapacityError, `nbytes` is too small for a record in each file, or there is
+        too little space. FileNotFoundError, there is no such folder, or with `read_only` no file. BlockingIOError, they
+        are open for writing elsewhere. PermissionError, a file or its folder is a symbolic link, every user may write a
+        folder, or a file is not this user's alone. OSError, a system call failed.
     """
 
     bytes_per_call = 4 << 20  # small records: the bookkeeping of several at once
@@ -96,6 +99,7 @@ class DiskTier(ThreadedTier):
         self.identity = check_identity(identity)
         most = None if read_only else nbytes
         self.capabilities = TierCapabilities(durable=True, shared=False, local_index=True, max_bytes=most)
+        Pools(DEFAULT_POLICY if callable(policy) else policy, {} if tenants is None else tenants, 1)  # checks both
         self._policy, self._tenants = policy, dict(tenants or {})
         self._open = partial(
             SlotFiles,
@@ -116,12 +120,14 @@ class DiskTier(ThreadedTier):
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
-        """For each file whether transfers bypass the page cache; () before `attach` and after `close`."""
+        """For each file whether transfers bypass the page cache; () before `attach`, after `close`, and with
+        `read_only` if a file is blank or damaged.
+        """
         return () if self._disk is None else self._disk.files.direct
 
     @property
     def num_slots(self) -> int:
-        """How many records the files can hold, full or empty; 0 before `attach` and after `close`."""
+        """How many records the files can hold, full or empty; 0 where `direct_io` is ()."""
         return 0 if self._disk is None else self._disk.files.num_slots
 
     # for ThreadedTier ---------------------------------------------------------------------------------------------

@@ -159,8 +159,7 @@ class MooncakeTier(RemoteTier):
         self._replication.replica_num = at_least("replicas", replicas, 1)
         if soft_pin is not None:
             self._replication.soft_pin_action = self._store.SoftPinAction.ENABLE
-            least = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
-            self._replication.soft_pin_ttl_ms = least
+            self._replication.soft_pin_ttl_ms = round(1000 * seconds("soft_pin", soft_pin))
         self._client: Any = None
         self._connecting: dict[str, list[int]] = {}  # the thread that waits for the master
         self._headers = threading.local()  # of each thread, registered

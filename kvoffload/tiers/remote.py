@@ -150,16 +150,17 @@ class RemoteTier(ThreadedTier):
     A FAILED put may still reach the store later. So if you remove a key just after such a put, its record may come back
     with the bytes that were put.
 
-    Threads of the tier call a subclass's methods, several at a time; only `connect` runs in the thread of `attach`. No
-    two calls of this process write one record at a time, nor does one write a record that `remove` or `clear` is
-    deleting. But a fetch, which deletes a record that it rejects, may run beside either, and other machines may do
-    anything at any time. If a method that gets names raises, all keys of its call are FAILED, or DECLINED if the error
-    of a write says that there is no room, see `ThreadedTier`.
+    Threads of the tier call a subclass's methods, several at a time; only `connect` runs in the thread of `attach`, and
+    `describe` in its caller's. No two calls of this process write one record at a time, nor does one write a record
+    that `remove` or `clear` is deleting. But a fetch, which deletes a record that it rejects, may run beside either,
+    and other machines may do anything at any time. If a method that gets names raises, all keys of its call are FAILED,
+    or DECLINED if the error of a write says that there is no room, see `ThreadedTier`.
 
     Args:
         identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
             adapter, quantisation, positions, shard. Give machines that share records the same one.
-        prefix: begins all names in the store: 1 to 100 characters, such as "kvoffload/production".
+        prefix: begins all names in the store, such as "kvoffload/production": 1 to 100 letters, digits, "_", "-" and
+            ".", in folders separated by "/" that do not begin with ".".
         key: 16 to 64 secret bytes, the same on all machines. Keyed BLAKE2b then makes records of programs without the
             key misses. None: xxh3_128, which finds only accidents; see `DiskTier`.
         name: for metrics, messages and the answers of `BlockCache.locate`.

@@ -82,7 +82,7 @@ class ThreadedTier(Tier):
             be larger. The keys of a job are first divided among the threads. 0, the default: one record a call.
         max_queued: keys of puts that may wait, and as many keys of `get` and `exists`; more are DECLINED.
         pools: the arrays that `attach` was given; () before `attach`, after one that raised, and after `release`.
-        record_bytes: bytes of one record, over all pools; 0 before `attach`.
+        record_bytes: bytes of one record, over all pools; 0 before `attach`, and after one that raised.
 
     Raises:
         TypeError: a method is missing, or `limits` is no `Limits`.
@@ -185,8 +185,8 @@ class ThreadedTier(Tier):
 
     def put_ended(self, job: TierJob) -> None:
         """Override to learn that a `put` has ended: all its keys have outcomes, so none of its writes runs or will
-        begin. Called once, by any thread (a caller of `put`, `cancel`, `remove` or `close`, or one of the tier's); not
-        for a put of no keys. Must not block; what it raises is logged.
+        begin. Called once, by any thread (a caller of `put`, `cancel`, `remove`, `clear` or `close`, or one of the
+        tier's); not for a put of no keys. Must not block; what it raises is logged.
         """
 
     def get_ended(self, job: TierJob) -> None:
@@ -197,7 +197,7 @@ class ThreadedTier(Tier):
 
     def flush(self) -> None:
         """Make durable what was written so far; override it in a durable tier. For `drain` a thread of the tier calls
-        it, while others may read, write and flush. If it raises, `drain` returns False.
+        it, while others may read, write, remove and flush. If it raises, `drain` returns False.
         """
 
     def start(self, layout: bytes | None) -> None:
@@ -261,7 +261,7 @@ class ThreadedTier(Tier):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        job = self._checked(keys, entries, deadline, notify, self.put_ended)
+        job = self._checked(keys, entries, deadline, notify, self.put_ended, tenant)
         origin = Origin(tenant, job)
 
         def write(positions: Sequence[int]) -> Sequence[Outcome]:
@@ -381,11 +381,12 @@ class ThreadedTier(Tier):
         deadline: float | None = None,
         notify: Notify | None = None,
         ended: Callable[[TierJob], None] | None = None,
+        tenant: str = "",
     ) -> TierJob:
         self._check_open()
         keys = check_keys(keys)
         places = () if entries is None else check_entries(entries, keys, self.pools)
-        check_call(deadline, notify)
+        check_call(deadline, notify, tenant)
         return TierJob(keys, places, deadline=deadline, notify=notify, count=self._workers.count_ended, ended=ended)
 
     def _check_open(self) -> None:

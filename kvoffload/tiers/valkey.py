@@ -106,9 +106,10 @@ class ValkeyTier(RemoteTier):
         self._glide = import_package("glide_sync", needs=needs, extra="valkey")
         # Unless the program has set it up: it writes to standard output, and errors reach the library's log without it.
         self._glide.Logger.init(self._glide.LogLevel.OFF)
-        self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
-        if not self._addresses:
+        given = [addresses] if isinstance(addresses, str) else addresses
+        if not isinstance(given, Sequence) or not given:
             raise ValueError(f"addresses must be one or more, got {shown(addresses)}")
+        self._addresses = list(map(_address, given))
         self.cluster = cluster
         self._connection = given_or_default("connection", connection, ValkeyConnection)
         self._expiry = None if expiry is None else round(1000 * seconds("expiry", expiry))

@@ -179,3 +179,13 @@ def test_records_of_a_disk_are_coded_slots(tmp_path: Path) -> None:
             assert (read_blocks(device, planes, [3, 4]) == values[[0, 1]]).all()
         with pytest.raises(LayoutError, match="the digest of the layout"):
             open_cache(KVLayout([planes], **OF_LAYOUT), **options)
+
+
+def test_parts_that_no_copier_can_carry_are_refused_by_the_call() -> None:
+    with coded(planes=4) as (engine, planes, blocks), BlockCache(engine) as cache:
+        cache.store(KEYS[:1], [1], after=NO_WAIT).wait(30)
+        for call in (cache.load, cache.fetch):
+            with pytest.raises(ValueError, match="copies parts whose planes follow each other"):
+                call(KEYS[:1], [2], after=NO_WAIT, parts=[[0, 2], [1, 3]])
+        cache.load(KEYS[:1], [2], after=NO_WAIT, parts=2).wait(30)
+        assert (read_blocks(engine.device, planes, [2]) == blocks[[1]]).all()

@@ -401,6 +401,19 @@ def test_a_buffer_is_a_cuda_array(device: kvoffload.Device) -> None:
             use()
 
 
+def test_a_buffer_of_a_lost_context_can_be_closed_after_a_copy_that_failed() -> None:
+    device = kvoffload.open_device(backend=SimulatedDriver())
+    buffer = device.allocate(10)
+    assert device.simulator is not None
+    device.simulator.faults.sticky()
+    with pytest.raises(kvoffload.DriverError, match="ILLEGAL_ADDRESS"):
+        buffer.copy_from(b"a")
+    buffer.close()
+    buffer.close()
+    assert repr(buffer).endswith(", closed)")
+    device.close()
+
+
 def test_buffers_are_freed_once_when_closed_or_garbage(device: kvoffload.Device) -> None:
     leaks = device.simulator.leaks
     closed, dropped = device.allocate(10), device.allocate(20)

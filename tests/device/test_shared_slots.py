@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import kvoffload
 from kvoffload import CapacityError
@@ -134,6 +135,25 @@ def test_what_is_refused(name: str) -> None:
             others.offer(name)
         with pytest.raises(ValueError, match="an offer has been made"):
             slots.offer(name)
+
+
+def test_a_limit_on_the_address_space_is_a_capacity_error() -> None:
+    said = run_program(
+        """
+        import resource
+        from kvoffload import CapacityError
+        from kvoffload.device.shared_slots import SharedSlots
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
+        try:
+            SharedSlots(1 << 14, 4096)
+        except CapacityError as error:
+            print(error)
+        """
+    )
+    assert "16384 slots of 4096 bytes cannot be mapped ([Errno 12]" in said
+    assert "give fewer, or raise ulimit -v" in said
 
 
 def test_an_offer_that_answers_nobody_is_not_waited_for_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

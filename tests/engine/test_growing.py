@@ -139,7 +139,7 @@ def test_a_slot_that_is_not_pinned_yet_is_refused_and_nothing_has_happened(
     device: kvoffload.Device, direction: Direction
 ) -> None:
     with growing(device) as (engine, pieces):
-        text = r"slots\[1\] is 4, and the pool, which grows, has 4 of 12 slots pinned so far"
+        text = r"slots\[1\] is 4, of group 0, and the pool, which grows, has 4 of 12 slots pinned so far"
         before = engine.slots.copy()
         for wrong in (
             lambda: engine.submit(direction, [1, 2], [3, 4], after=NO_WAIT),
@@ -557,8 +557,9 @@ def test_what_a_pool_that_grows_is_refused_with(device: kvoffload.Device) -> Non
     with leak_check(device):
         with pytest.raises(ValueError, match="are both given: leave one out"):
             OffloadEngine(layout, device=device, num_slots=4, pool_bytes=Growing(1 << 20))
-        with pytest.raises(ValueError, match="host_memory are both given"):
-            OffloadEngine(layout, device=device, pool_bytes=Growing(1 << 20), host_memory=memory)
+        for size in ("1MiB", Growing(1 << 20)):
+            with pytest.raises(ValueError, match=r"^pool_bytes=.* and host_memory=.* are both given: leave one out"):
+                OffloadEngine(layout, device=device, pool_bytes=size, host_memory=memory)
         with pytest.raises(CapacityError, match=r"pool_bytes=5 holds no slot of 4096 bytes"):
             OffloadEngine(layout, device=device, pool_bytes=Growing(5))
 

@@ -286,8 +286,13 @@ def test_a_buffer_that_cannot_hold_slots_is_refused() -> None:
         HostMemory.of_buffer(mapped(2 * PAGE)[::2], **slots)
     with pytest.raises(ValueError, match="offset=8192 is past the end of a buffer of 4096 bytes"):
         HostMemory.of_buffer(mapped(PAGE), offset=2 * PAGE, **slots)
-    with pytest.raises(ValueError, match="address must be a positive multiple of 4096"):
+    with pytest.raises(ValueError, match=r"^the address of buffer, plus offset=64, must be a positive multiple"):
         HostMemory.of_buffer(mapped(2 * PAGE), offset=64, **slots)
+    with pytest.raises(ValueError, match=r"^the address of buffer, plus offset=0, must be a positive multiple"):
+        HostMemory.of_buffer(mapped(2 * PAGE)[64:], **slots)
+    for empty in (bytearray(), mapped(PAGE)[:0]):
+        with pytest.raises(ValueError, match=r"^buffer must not be empty, got an empty|^buffer must be .* not empty"):
+            HostMemory.of_buffer(empty, **slots)
 
 
 def test_memory_that_does_not_fit_the_layout_is_refused(device: kvoffload.Device) -> None:

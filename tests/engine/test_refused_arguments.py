@@ -43,6 +43,14 @@ def test_a_cuda_stream_without_a_handle_is_named(bench: Rig, handle: Any) -> Non
     assert bench.engine.submitted == 0
 
 
+@pytest.mark.parametrize("direction", ["x", "STORE", None, 1], ids=repr)
+def test_what_is_no_direction_is_named(bench: Rig, direction: Any) -> None:
+    for call in (bench.engine.submit, bench.engine.plan):
+        with pytest.raises(ValueError, match=f'^direction must be "store" or "load", got {direction!r}'):
+            call(direction, [1], [1])
+    assert bench.engine.submitted == 0
+
+
 @pytest.mark.parametrize("profile", ["x", 3, {}, object()], ids=["str", "int", "dict", "object"])
 def test_what_is_no_profile_is_named(device: kvoffload.Device, profile: Any) -> None:
     layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])

@@ -94,3 +94,18 @@ def test_device_memory_must_be_that() -> None:
     wrong: Any = np.ones(3)
     with pytest.raises(TypeError, match=r"memory must be a DeviceArray from Device\.empty\(\), got array\(\[1"):
         from_device(wrong)
+
+
+def test_what_is_followed_must_be_an_array_that_is_there(jax: Any, device: kvoffload.Device) -> None:
+    cache, memory, deleted = owned(device), device.empty((4, 4), "float32"), jax.numpy.ones(3)
+    deleted.delete()
+    wrong: Any = 5
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (wrong, TypeError, r"must be a jax\.Array, got int"),
+        (deleted, ValueError, "was deleted, or donated to a computation"),
+    ]
+    for given, kind, said in cases:
+        with pytest.raises(kind, match=rf"^after {said}"):
+            from_device(memory, after=given)
+        with pytest.raises(kind, match=rf"^results\[0\] {said}"):
+            cache.after(given)

@@ -303,7 +303,9 @@ def test_the_default_registry_is_that_of_the_process(client: Any, in_default: li
 
 
 @pytest.mark.usefixtures("client")
-@pytest.mark.parametrize("name", ["state", "direction", "le", "tenant", "a-b", "", "1st", "__hidden", "é", "a\n"])
+@pytest.mark.parametrize(
+    "name", ["state", "direction", "le", "tenant", "answer", "a-b", "", "1st", "__hidden", "é", "a\n"]
+)
 def test_labels_that_cannot_be_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match="must be letters, digits and underscores") as caught:
         CacheCollector(Stub(cache_statistics()), **{name: "value"})

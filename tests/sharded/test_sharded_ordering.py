@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers import all_are
@@ -183,10 +184,14 @@ def test_streams_in_another_order_than_the_devices_are_refused_and_none_waits(pa
         streams, mine = made.one_each(), made.one_each()
         gate = made.hold(1, streams[1])
         job = made.engine.load([1], [1], after=streams, parts=1)
-        with pytest.raises(ValueError, match=r"streams\[0\]=0x[0-9a-f]+ is no stream of this device's context"):
+        with pytest.raises(ValueError, match=r"^stream\[0\]=0x[0-9a-f]+ is no stream of this device's context"):
             job.order_before(mine[::-1], part=part)
-        with pytest.raises(ValueError, match=r"streams\[1\]=0x"):
+        with pytest.raises(ValueError, match=r"^stream\[1\]=0x"):
             job.order_before([mine[0], mine[0]], part=part)
+        wrong: list[Any] = [1, mine[:1], [*mine, mine[0]]]
+        for given in wrong:
+            with pytest.raises(TypeError, match=r"^stream must be a list with one stream for each of the 2 devices"):
+                job.order_before(given, part=part)
         job.order_before(mine, part=part)
         gate.open()
         job.wait(10)

@@ -166,3 +166,24 @@ def test_no_copy_crosses_from_an_allocation_to_one_whose_address_follows(program
     program.sim.check_guards()
     for address in (first, third):
         program.sim.free_outside(address)
+
+
+@pytest.mark.parametrize("allocator", ["default pool", "own pool", "unknown"])
+@pytest.mark.parametrize("devices", [(1,), (0, -1)])
+def test_memory_of_a_gpu_that_there_is_not_is_refused(
+    program: Program, allocator: str, devices: tuple[int, ...]
+) -> None:
+    before = program.sim.leaks()
+    with pytest.raises(ValueError, match=r"each device must be in \[0, 1\), got "):
+        program.sim.allocate_adjacent([512] * len(devices), devices, allocator)
+    assert program.sim.leaks() == before
+
+
+def test_memory_is_freed_by_its_first_byte(program: Program) -> None:
+    address = program.sim.allocate_outside(512, device=0, allocator="unknown")
+    with pytest.raises(AssertionError, match="begins elsewhere"):
+        program.sim.free_outside(address + 10)
+    assert (program.bytes(address, 512) == memory.FRESH_BYTE).all()
+    program.sim.free_outside(address)
+    with pytest.raises(AssertionError, match="freed twice"):
+        program.sim.free_outside(address)

@@ -260,6 +260,16 @@ class TakesLongKeys(DictTier):
         return super().get([key[:64] if isinstance(key, bytes) else key for key in keys], entries, **more)
 
 
+class TakesNoKeys(DictTier):
+    def exists(self, keys: Sequence[bytes], **more: Any) -> TierJob:
+        return super().exists([] if keys is None else keys, **more)
+
+
+class TakesAnyTenant(DictTier):
+    def put(self, keys: Sequence[bytes], entries: Sequence[int], **more: Any) -> TierJob:
+        return super().put(keys, entries, **more | {"tenant": ""})
+
+
 class TakesAnyEntry(DictTier):
     def put(self, keys: Sequence[bytes], entries: Sequence[int], **more: Any) -> TierJob:
         return super().put(keys, [5 if entry == -1 else entry for entry in entries], **more)
@@ -308,6 +318,8 @@ BROKEN: list[tuple[type[ThreadedTier], str]] = [
     (TakesAnyPool, "pools that cannot be written to"),
     (TakesLongKeys, "a key of 65 bytes"),
     (TakesAnyEntry, "negative"),
+    (TakesNoKeys, "exists, no list"),
+    (TakesAnyTenant, "put, tenant=3"),
     (GetHangs, "not done within"),
     (PutBlocks, "not over after"),
 ]

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
+from kvoffload.cache.policies import LRU
+from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapacityError
+from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import MOST_EPOCH, make_checksum, unpack_superblock
 
 
@@ -222,6 +225,25 @@ def test_a_path_is_given_once(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=r"each file of a disk must be another one, got .* twice"):
         open_set(tmp_path / "a.kv", tmp_path / "folder" / ".." / "a.kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": "nonsense"}, "policy must be one of .*, a Policy or a function, got 'nonsense'"),
+        ({"policy": 3}, "policy must be a name, .*, got 3"),
+        ({"policy": LRU(8), "tenants": {"a": Tenant(max_blocks=1)}}, "policy must be a name or a function"),
+        ({"tenants": [1]}, r"tenants must be a mapping of names to Tenant, got \[1\]"),
+        ({"tenants": {"a": 3}}, r"tenants\['a'\] must be a Tenant, got 3"),
+    ],
+    ids=repr,
+)
+def test_a_policy_and_tenants_are_refused_before_there_is_a_file(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        DiskTier(tmp_path / "kv", nbytes=1 << 20, identity="x", **options)
+    assert not list(tmp_path.iterdir())
 
 
 # trust ----------------------------------------------------------------------------------------------------------------

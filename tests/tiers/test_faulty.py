@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from interrupts import interrupt_at
 from tier_classes import SECONDS, DictTier, attached
 
 from kvoffload.internal.waiting import wait_until
-from kvoffload.testing import FaultyTier, TierFaults, fuzz_tier
+from kvoffload.testing import FaultyTier, TierFaults, check_tier, fuzz_tier, pattern
 from kvoffload.tiers import Limits, MemoryTier, Outcome
 
 DONE, FAILED, MISSING = Outcome.DONE, Outcome.FAILED, Outcome.MISSING
@@ -122,9 +124,27 @@ def test_wrong_bytes_are_switched_on() -> None:
         assert memory.version(1) is None
 
 
-def test_rates_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"tear must be in \[0.0, 1.0\], got 2"):
-        TierFaults(tear=2)
+NUMBER: Any = 3
+
+
+@pytest.mark.parametrize("rate", [2, -0.1, "x", None, float("nan")])
+def test_rates_are_checked(rate: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^tear must be a number in \[0.0, 1.0\], got {rate!r}"):
+        TierFaults(tear=rate)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: FaultyTier(inner=NUMBER), r"^inner must be a kvoffload\.tiers\.ThreadedTier, or None, got 3"),
+        (lambda: check_tier(lambda: NUMBER), r"^make must return a kvoffload\.tiers\.Tier, got 3"),
+        (lambda: pattern(1, -1), r"^nbytes must be an integer of at least 0, got -1"),
+        (lambda: pattern(1, NUMBER / 2), r"^nbytes must be an integer of at least 0, got 1\.5"),
+    ],
+)
+def test_what_a_test_gives_wrongly_is_named(call: Callable[[], object], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
 
 
 # random operations ----------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def one_client(kind: Any) -> Any:
         ({"segment_bytes": -1}, "segment_bytes"),
         ({"replicas": 0}, "replicas"),
         ({"soft_pin": 0.0}, "soft_pin"),
+        ({"soft_pin": "a"}, "soft_pin must be a number of seconds, 0.001 or more, got 'a'"),
         ({"timeout": 0.0}, "timeout"),
         ({"prefix": "../x"}, "prefix"),
     ],

@@ -15,8 +15,9 @@ from disk_sets import FaultyFiles
 from remote_sessions import RemoteSession
 from tier_classes import SECONDS, DictTier, Rows, attached
 
+from kvoffload.errors import LayoutError
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import DiskTier, ObjectStoreTier, Origin, Outcome
+from kvoffload.tiers import DiskTier, MemoryTier, ObjectStoreTier, Origin, Outcome, Tier
 from kvoffload.tiers.refusals import outcome_of
 
 DONE, DECLINED, FAILED = Outcome.DONE, Outcome.DECLINED, Outcome.FAILED
@@ -44,6 +45,30 @@ def test_a_tier_of_yours_that_raises_for_want_of_room_declines(number: int, seve
         assert tier.get([b"a"], [2]).wait(SECONDS) == [FAILED], "a read needs no room"
         figures = tier.statistics()
         assert (figures.declined, figures.failed) == ((2, 1) if number in FULL else (0, 3))
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keys": None}, "^keys must be a list of bytes, got None"),
+        ({"keys": 3}, "^keys must be a list of bytes, got 3"),
+        ({"tenant": 3}, "^tenant must be a string, got 3"),
+        ({"tenant": None}, "^tenant must be a string, got None"),
+        ({"tenant": b"a"}, "^tenant must be a string, got b'a'"),
+    ],
+    ids=repr,
+)
+def test_keys_and_tenants_that_are_none_are_refused(
+    tmp_path: Path, given: dict[str, Any], said: str, *, durable: bool
+) -> None:
+    tier: Tier = DiskTier(tmp_path / "kv", nbytes=1 << 17, identity="x") if durable else MemoryTier(1 << 17)
+    right: dict[str, Any] = {"keys": [b"a"], "entries": [0]}
+    with attached(tier):
+        with pytest.raises(LayoutError, match=said):
+            tier.put(**right | given)
+        assert tier.statistics().failed == tier.statistics().records == 0
+        assert tier.put(**right, tenant="a tenant\0step-1").wait(SECONDS) == [DONE], "of named weights"
 
 
 @pytest.mark.parametrize("number", [*FULL, *REFUSED], ids=lambda number: errno.errorcode[number])

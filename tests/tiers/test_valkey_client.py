@@ -84,7 +84,7 @@ def test_a_part_that_is_no_string_is_no_record_and_another_error_is_a_failure(mo
 @pytest.mark.parametrize(
     "addresses",
     [
-        "", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379",
+        "", "host", "host:", ":1", "host:port", [7], [], 3, None, "host:0", "host:65536", "redis://host:6379",
         "user:hunter2@host:6379", "redis://user:hunter2@host:6379",
     ],
 )  # fmt: skip

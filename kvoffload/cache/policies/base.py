@@ -13,7 +13,8 @@ class Room(NamedTuple):
     """How new keys come into a full cache.
 
     Attributes:
-        admitted: how many of the new keys, from the first, are worth storing: at most the free entries and `victims`.
+        admitted: how many of the new keys, from the first, are worth storing: at most as many as the free entries and
+            `victims` together.
         victims: the resident keys to evict for them, no repeats, in the order in which they go.
     """
 
@@ -49,7 +50,8 @@ class RequestCalls(NamedTuple):
 
 
 class Policy(ABC):
-    """Chooses which keys a full cache evicts. It only advises: the cache checks its choice.
+    """Chooses which keys a full cache evicts. It only advises: the cache checks its choice. One of your own has
+    `insert`, `load`, `touch`, `remove`, `victims`, `__iter__` and `__len__`; the other methods have defaults.
 
     The cache calls it under the cache's lock, with keys in the order of a request: the first is the start of the
     prefix, and each key needs the ones before. A policy sees a request as:
@@ -63,11 +65,12 @@ class Policy(ABC):
 
     If a method raises, no wrong key stays in the cache, and the exception reaches the caller of the cache. If that was
     `insert`, `load`, `touch` or `remove`, the cache creates the policy again before the next call; if it was given an
-    object, rather than a name or a function, it calls `reset`.
+    object, rather than a name or a function, it calls `reset`. By then copies of a `store` or `load` may have been
+    submitted, and nobody has their job: call `cache.drain` before you use the blocks.
 
     Attributes:
         declines_with_room: whether `make_room` may admit fewer keys than there is room for. If False, the cache asks
-            only when room is missing, or the keys have a quota.
+            only when room is missing, or the keys have a quota. True by default.
     """
 
     declines_with_room: ClassVar[bool] = True
@@ -96,7 +99,7 @@ class Policy(ABC):
 
     @abstractmethod
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        """Return the `count` resident keys to evict, in the order in which they go, without repeats; None if fewer may.
+        """Return the `count` resident keys to evict, in the order in which they go, no repeats; None if fewer may go.
         Changes nothing: the cache calls `remove` with the keys that it evicts, perhaps with none or only with some.
 
         Args:
@@ -126,7 +129,8 @@ class Policy(ABC):
             protected: as for `victims`.
 
         Returns:
-            None if it would have to evict more keys than it may; the cache may then ask for fewer newcomers.
+            The decision; None if it would have to evict more keys than it may: the cache may then ask for fewer
+            newcomers.
         """
         victims = self.victims(max(0, len(newcomers) - room), protected)
         return None if victims is None else Room(len(newcomers), victims)
@@ -153,8 +157,8 @@ class Policy(ABC):
 
         Args:
             seconds: by `time.monotonic`; never falls.
-            promised: which part of the keys asked for lately came with a promise to come back, 0 to 1. The policy gets
-                no calls for those keys.
+            promised: which part of the keys asked for lately came with a promise to come back, 0 to 1. Keys that are
+                retained for one are not this policy's: it gets `remove` for those that it had.
         """
 
     def reset(self, keys: Sequence[bytes]) -> None:

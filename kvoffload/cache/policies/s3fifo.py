@@ -38,7 +38,7 @@ class S3FIFO(TwoQueues):
     keys that an open request has stored move to the recent end with the latest of these.
 
     Args:
-        capacity: keys of the cache. Up to nine tenths as many evicted keys are remembered.
+        capacity: keys of the cache. About nine tenths as many evicted keys are remembered.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -20,8 +20,9 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 class BreakerState(enum.Enum):
     """Whether a cache uses a tier.
 
-    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, or while a call
-    hangs. TRYING: then one job is given to the tier, and its outcome closes the breaker or opens it again.
+    CLOSED: it does. OPEN: it does not, for 1 to 60 seconds after 5 failures in a row or a failed try, and while a call
+    hangs, or has not returned since a promotion's deadline passed. TRYING: then one job is given to the tier, and its
+    outcome closes the breaker or opens it again. If it is declined or cancelled, the next job is the try.
     """
 
     CLOSED = "closed"
@@ -41,7 +42,8 @@ class CacheTierStatistics:
         not_found: keys that it was asked for and did not bring.
         slower: keys that it was not asked for, since computing them was expected to take less time.
         written: keys that it wrote, or had already when it came to them.
-        not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room.
+        not_written: the other keys that the cache gave to it: its own queue was full, it failed, or had no room; or its
+            breaker opened, and what it had not begun was cancelled.
         dropped: keys worth writing that the cache did not give to it: too many keys waited in the cache, one of its
             breakers was open, the key had been evicted, or is longer than 64 bytes.
         seconds_per_record: a fetch's seconds from beginning to end, waiting included, divided by its keys answered: a

@@ -205,8 +205,9 @@ class Promotion(Waitable[int]):
 
     @property
     def ready(self) -> int:
-        """How many leading keys can be loaded now. It only grows, and is final once `done` is True. Once the cache uses
-        other weights it is 0.
+        """How many leading keys have come, or were in slots before. You can load them until `release`, except those
+        that were removed since: these still count. It only grows, and is final once `done` is True. But once the cache
+        uses other weights it is 0, for good.
         """
         return 0 if self._record.outdated else self._record.ready
 
@@ -218,13 +219,13 @@ class Promotion(Waitable[int]):
     finished = done
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until no more keys will come (at the latest soon after the deadline of `promote`), and return how many
-        leading keys can be loaded.
+        """Wait until no more keys will come (at the latest soon after the deadline of `promote`, or at the end of the
+        cache's `close`), and return `ready`.
 
         Raises:
             TimeoutError: `timeout` seconds have passed (None: no limit); the promotion goes on.
             ValueError: `timeout` is no number.
-            RuntimeError: called inside another call in the same thread.
+            RuntimeError: called inside another call in the same thread, or in `on_event` in a thread of the cache.
             ClosedError: the cache has tiers, and this is a forked child.
         """
         self._record.refuse_nested("wait")
@@ -235,7 +236,8 @@ class Promotion(Waitable[int]):
         """Load the leading keys that came, once the promotion has ended. Returns at once; `wait` of the result returns
         the keys that were loaded, perhaps none, or raises the errors of what follows.
 
-        A thread of the cache submits the load then, as `BlockCache.load` would; no stream waits for a tier.
+        A thread of the cache (without tiers, this call) submits the load then, as `BlockCache.load` would; no stream
+        waits for a tier.
 
         Args:
             blocks: target ids for all keys, as for `BlockCache.load`. Leave these blocks alone until the load has
@@ -244,7 +246,7 @@ class Promotion(Waitable[int]):
                 the load is submitted, perhaps long after this call.
 
         Raises:
-            ClosedError: the promotion was released, or the cache or its engine is closed.
+            ClosedError: the promotion was released, the cache or its engine is closed, or this is a forked child.
             TypeError: it is of a `CacheIndex`, which copies nothing.
             LayoutError, and the errors of `BlockCache.load` for bad arguments. Nothing has happened then. But repeated
                 `blocks`, or a stream that CUDA does not know, may be refused only later: then `wait` raises that.
@@ -306,7 +308,10 @@ class PromotedLoad(Waitable[_R]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not: nothing touches the blocks any more. Asks the GPU, and does not wait."""
+        """Whether it has ended, well or not: nothing touches the blocks any more. (But if the layout has several groups
+        and the load could not be submitted, see `BlockCache.load`.) Asks the GPU as `CacheJob.done` does, which may
+        raise ClosedError, and does not wait.
+        """
         return self.submitted and (self._job is None or self._job.done)
 
     @property
@@ -379,7 +384,9 @@ class ChainedLoad(PromotedLoad[tuple[bytes, ...]]):
 
     @property
     def job(self) -> CacheJob | None:
-        """The load, once submitted. It stays None if no key came, the cache was closed first, or submitting failed."""
+        """The load, once submitted. It stays None if no key came, the cache used other weights by then, or submitting
+        failed; perhaps also if the cache was closed first.
+        """
         return self._job
 
     @property
@@ -389,7 +396,8 @@ class ChainedLoad(PromotedLoad[tuple[bytes, ...]]):
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
         """Wait until the promotion and the load have ended, and return the leading keys that were loaded: () if none
-        came, or if the cache was closed first.
+        came, or if the cache uses other weights by now. If the cache is closed meanwhile, these are the keys that had
+        come, or none.
 
         Args:
             timeout: seconds for the promotion, and again for each job of the load (one for each group). None: no limit.
@@ -400,8 +408,9 @@ class ChainedLoad(PromotedLoad[tuple[bytes, ...]]):
             TimeoutError: the promotion, or then a job of the load, took more than `timeout` seconds; all go on.
             ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
+            ClosedError: this is a forked child.
             The errors of `BlockCache.load`, if it could not be submitted, such as MissingKeyError for a key that was
-                removed meanwhile. Nothing is loaded then.
+                removed meanwhile. Nothing is loaded then; with several groups, see there.
         """
         return self._loaded(timeout)
 
@@ -413,7 +422,8 @@ class FetchJob(PromotedLoad[int]):
     The blocks of the first `hits` keys hold their bytes once `wait` has returned, or for work on a stream after
     `order_before`. What is in the other blocks is undefined, and in all of them if `wait` raises.
 
-    If you drop it, it goes on. Do not use its blocks before `done`, or the end of `cache.drain()`.
+    If you drop it, it goes on. Until `done`, or the end of `cache.drain()`, use its blocks only in work queued after
+    `order_before`.
 
     Attributes:
         keys: as given.
@@ -433,8 +443,10 @@ class FetchJob(PromotedLoad[int]):
 
     @property
     def hits(self) -> int:
-        """How many leading keys were found, and are being loaded. Waits until that is known: until the deadline at
-        most, and not at all if no tier was asked. Compute the rest.
+        """How many leading keys were found, and are being loaded; compute the rest. Waits until that is known: for
+        tiers, and for keys that a store or another fetch brings, until the deadline at most. It does not wait if there
+        are no tiers, or if all keys are ready in slots. It is 0 also in the cases that
+        `wait` names.
 
         Raises:
             The errors of `wait`, as far as they are known.
@@ -443,8 +455,9 @@ class FetchJob(PromotedLoad[int]):
         return self._told(self._loading("hits"))
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait on the host until the keys are loaded, and return `hits`: 0 also if the job was cancelled, or the cache
-        closed, before the load was submitted.
+        """Wait on the host until the keys are loaded, and return `hits`: 0 also if the job was cancelled before the
+        load was submitted, or the cache used other weights when you first asked. If the cache is closed before the load
+        is submitted, the keys that had come are loaded, or none.
 
         Args:
             timeout: seconds for the tiers, and again for each job of the load (one for each group). None: no limit.
@@ -455,6 +468,7 @@ class FetchJob(PromotedLoad[int]):
             TimeoutError: the tiers, or then a job of the load, took more than `timeout` seconds; all goes on.
             ValueError: `timeout` is no number.
             RuntimeError: called inside another call in the same thread.
+            ClosedError: this is a forked child.
             The errors of `BlockCache.load`, if it could not be submitted; but no MissingKeyError: then there are no
                 hits.
         """
@@ -462,9 +476,9 @@ class FetchJob(PromotedLoad[int]):
 
     def order_before(self, stream: CacheStreams | FollowsTransfers, *, part: int | None = None) -> None:
         """Make work that you queue on `stream` from now on start after the load. Like `hits`, it waits on the host
-        until the load is submitted (until the deadline of `fetch` at most, and not at all if no tier was asked): no
-        stream ever waits for a tier. Then it waits only for copies that are not in the driver's queues yet, up to a
-        second for each device of each job. If there are no hits, it does nothing.
+        until the load is submitted (until the deadline of `fetch` at most): no stream ever waits for a tier. Then it
+        waits only for copies that are not in the driver's queues yet, up to a second for each device of each job. If
+        there are no hits, it does nothing.
 
         If the load fails later, the stream goes on; `wait` raises its error.
 

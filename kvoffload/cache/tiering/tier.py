@@ -70,14 +70,16 @@ class TierJob:
         keys, entries, deadline: see the attributes. They are not checked here.
         notify: called without arguments each time when keys have got outcomes, in the thread that sets them. An
             exception from it is logged.
-        count: for the tier's statistics: called before `notify`, in the same thread, with the outcomes that are new.
+        count: for the tier's statistics: called before `notify`, in the same thread, with the outcomes that are new. It
+            must not raise.
         ended: called once with the job, before `notify`, in the same thread, when every key has its outcome. Not for a
             job without keys. An exception from it is logged.
 
     Attributes:
         keys: as given, no repeats.
         entries: for `put` and `get`, the entry of the pool that each key's record is copied from or to; else empty.
-        deadline: by `time.monotonic`, in seconds. Keys that the tier has not begun by then are EXPIRED. None: no limit.
+        deadline: by `time.monotonic`, in seconds. Keys that the tier has not begun by then become EXPIRED when it comes
+            to one of them, or at `cancel`; not before. None: no limit.
         outcomes: for each key; None while it waits or the tier works on it. Written only by `settle`, `settle_waiting`
             and `cancel`.
         cancelled: whether `cancel` was called.
@@ -149,8 +151,9 @@ class TierJob:
         """Claim the keys at `positions`. Returns the positions that you may work on now, and must `settle` afterwards:
         until then, and no longer, you may touch their entries.
 
-        The others have outcomes, or have begun. After the deadline, all waiting keys of the job become EXPIRED. Give no
-        position twice: that is not checked, and both would be returned.
+        The others have outcomes, or have begun. After the deadline, all waiting keys of the job become EXPIRED, with
+        callbacks in this thread as in `settle`: hold no lock. Give no position twice: that is not checked, and both
+        would be returned.
         """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.settle_waiting(Outcome.EXPIRED)
@@ -186,7 +189,7 @@ class TierJob:
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
         """Set the outcome of keys (all, or those at `positions`) that have none and have not begun; leave the others.
-        Returns the job. What `outcome` is, is not checked.
+        Returns the job. It calls the callbacks in this thread, as `settle` does. What `outcome` is, is not checked.
         """
         with _lock:
             ended = self._waiting(range(len(self.keys)) if positions is None else positions)
@@ -238,7 +241,7 @@ class TierCapabilities:
         durable: once `drain` has returned True, records survive a crash or power cut of this machine and of the store's
             servers.
         shared: other processes or machines may put and remove records, too.
-        local_index: `contains` answers from memory. Without one it says False for every key, and only `exists` knows.
+        local_index: `contains` answers from memory. If False, it says False for every key, and only `exists` knows.
         max_bytes: the tier's records never take more bytes than this. None: somebody else sets the limit, such as the
             store.
         pins_pool: `attach` has the pool's memory pinned, such as for a network card. Under a pool that grows, the
@@ -298,7 +301,8 @@ class Tier(ABC):
     write as a `kvoffload.tiers.ThreadedTier`, whose methods may block. `kvoffload.testing.check_tier` tests a tier
     against these docstrings.
 
-    In a forked child the tiers of this package raise ClosedError for an operation, `drain` or `statistics`.
+    In a forked child the tiers of this package raise ClosedError for an operation, `drain` or `statistics`; `contains`
+    is all False there, and `close` does nothing and returns True.
 
     Attributes:
         name: short, for metrics and messages. A cache's tiers have different ones, and none of "host", "pending",
@@ -420,8 +424,8 @@ class Tier(ABC):
     def keep_weights(self, names: frozenset[str]) -> None:  # noqa: B027  # most stores evict by themselves
         """Evict records of other weights than these first, from now on. Does nothing unless you override it.
 
-        Called when the cache, or a member of the shared pool, begins to use other weights; never blocks. `put` says of
-        which weights records are (see `tenant`).
+        Called when the cache, or a member of the shared pool, begins to use other weights; must not block. What it
+        raises is logged. `put` says of which weights records are (see `tenant`); "" stands for those without a name.
         """
 
     @abstractmethod
@@ -445,7 +449,8 @@ class Tier(ABC):
         the medium; call `drain` first to keep what was put.
 
         From now on operations raise ClosedError. You may call `close` again. For an error of the caller it may raise,
-        as the tiers of this package do: ValueError if `timeout` is no number, RuntimeError inside another call.
+        as the tiers of this package do: ValueError if `timeout` is no number (nor may it be None), RuntimeError inside
+        another call.
 
         Returns:
             True if everything has ended within `timeout` seconds. False: a call of the medium still runs and may touch
@@ -487,7 +492,10 @@ def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return the keys as a tuple. LayoutError if one is not bytes, empty, longer than 64 bytes, or given twice."""
-    checked = tuple(keys)
+    try:
+        checked = tuple(keys)
+    except TypeError:
+        raise LayoutError(f"keys must be a list of bytes, got {shown(keys)}") from None
     for position, key in enumerate(checked):
         if not isinstance(key, bytes) or not 0 < len(key) <= LONGEST_KEY:
             raise LayoutError(f"keys[{position}] must be 1 to {LONGEST_KEY} bytes, got {shown(key)}")
@@ -512,8 +520,10 @@ def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence
     return checked
 
 
-def check_call(deadline: float | None, notify: Notify | None) -> None:
-    """Raise LayoutError for a deadline or `notify` that `Tier.put` does not take."""
+def check_call(deadline: float | None, notify: Notify | None, tenant: str = "") -> None:
+    """Raise LayoutError for a deadline, `notify` or tenant that `Tier.put` does not take."""
+    if not isinstance(tenant, str):
+        raise LayoutError(f"tenant must be a string, got {shown(tenant)}")
     if deadline is not None and (not isinstance(deadline, numbers.Real) or math.isnan(deadline)):
         raise LayoutError(f"deadline must be a number of seconds by time.monotonic, or None, got {shown(deadline)}")
     if notify is not None and not callable(notify):
