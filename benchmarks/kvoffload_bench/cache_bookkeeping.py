@@ -39,7 +39,7 @@ def add_parser(benches: Any) -> None:
     parser = add_command(
         benches, "cache", "host time and memory of the prefix cache's bookkeeping",
         "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory, "
-        "compared with a collections.OrderedDict; and changes of weights with 1,000 blocks and with all, also above a "
+        "compared with a collections.OrderedDict; and changes of weights with 1000 blocks and with all, also above a "
         "disk and over a shared pool, which takes 4 KiB of memory a block. Medians; uses no GPU.",
         example="bench cache --blocks 100000 --policy prefix", common="--json",
     )  # fmt: skip

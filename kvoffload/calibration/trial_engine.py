@@ -1,4 +1,4 @@
-"""Engines to time transfers on, over planes that fold and planes that do not."""
+"""Engines to time transfers on, over planes that fold and planes that do not; an idle GPU's cache is flushed before."""
 
 from __future__ import annotations
 

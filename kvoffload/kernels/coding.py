@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Encodes blocks into a ring in device memory, and decodes them out of it: `kvoffload.layout.coding` has the format.
 
 Tables are as for `pack`; a fragment is a chunk. `outcomes`, int64, (num_blocks,), is pinned memory, where a block
@@ -13,6 +12,8 @@ escapes, of which there are few, are taken one by one, by their places in the ch
 
 Reductions name their combining functions, since Triton's interpreter calls no jitted ones, such as `tl.max`.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def window_of(source, exponents, MOST_ESCAPES: tl.constexpr):
     if most > MOST_ESCAPES:
         exponents = (tl.load(source) >> 7) & 0xFF00FF
         tries = 0
-        while (most > MOST_ESCAPES) & (tries < 8):
+        while (most > MOST_ESCAPES) & (tries < 8):  # layout.coding.TRIES
             larger = ((exponents + (0x8000 - top)[:, None] * 0x10001) >> 15) & 0x10001  # or as large as the top
             top = tl.where(count > MOST_ESCAPES, top_of(exponents & ~(larger * 0xFF)), top)
             base = tl.maximum(top - 14, 0)

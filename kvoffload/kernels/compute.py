@@ -1,5 +1,6 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The computation that runs concurrently with measured transfers: a product of bf16 matrices, large or skinny."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Moves blocks between planes and a ring in device memory, in either direction, without an address for every copy.
 
     fragment_table  int64, (5, ...), device memory: address of a fragment in block 0, bytes from block to block, offset
@@ -11,6 +10,8 @@ A fragment is up to 2 KiB of a block of one plane. An item is one fragment of on
 then by block, so that neighbours are adjacent in the ring. Each program moves one tile of FRAGMENTS items, each of up
 to WORDS words (UNIFORM: all of WORDS): all of them are loaded before the first is stored.
 """
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
