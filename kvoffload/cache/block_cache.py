@@ -372,8 +372,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
 
         This is `lookup` without `max_load_blocks`, `promote` and `load` in one job. Keys in slots are always worth
         loading. Keys in tiers are if they come before the deadline, and before the model would have computed them: no
-        slower tier is asked, and a fetch waits no longer than computing the keys that are not in slots takes, by
-        `prefill_tokens_per_second` or measurements. Until there are some, all that comes in time is worth it.
+        slower tier is asked, and a fetch waits no longer than computing all keys from the first that is in no slot
+        takes, by `prefill_tokens_per_second` or what was measured. Over a shared pool only the deadline counts.
 
         What is in the blocks of the keys after the first `job.hits` is undefined, as in all blocks if the load fails.
         If a key that was found is removed before it is loaded, there are no hits. Leave the blocks alone until the job

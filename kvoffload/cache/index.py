@@ -122,7 +122,8 @@ class CacheIndex(KeyCache):
         """Tell the policies that a request loads the keys that are ready or pending; others are passed over. Moves no
         bytes.
 
-        Call it when the load begins, and `touch` when the request ends. To keep the keys from being evicted, `acquire`.
+        Call it when the load begins, and `touch` when the request ends (an open request's `end` does that). To keep the
+        keys from being evicted, `acquire`.
 
         Args:
             request: the open request that loads them. The keys belong to it from now on; keys that it had before are

@@ -381,8 +381,8 @@ class KeyCache(Closing):
 
         Args:
             keys: bytes; repeats are legal.
-            pending: also take pending keys of a `store`, or of a `commit` with jobs. Before work on `stream` reads the
-                slots, call `lease.order_before(stream)`, or `lease.wait()`.
+            pending: also take pending keys of a `store`, or of a `commit` with jobs; of a pool's, those of this cache.
+                Before work on `stream` reads the slots, call `lease.order_before(stream)`, or `lease.wait()`.
 
         Raises:
             MissingKeyError: a key is absent or not ready; nothing has changed.
@@ -549,7 +549,7 @@ class KeyCache(Closing):
     # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
-        """Return counts since the cache was created, and how many keys it holds now."""
+        """Return counts since the cache was created, and how many keys it, or its shared pool, holds now."""
         self._advance()
         return self._records.statistics()
 

@@ -36,7 +36,8 @@ def chain_keys(
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
         layout: the engine's, `engine.layout`, also of a ShardedEngine. Its `fingerprint` goes into every key;
-            addresses, strides and numbers of blocks do not.
+            numbers of blocks do not, nor do addresses and strides, unless the order of a slot follows from them: see
+            `slot_order` of `KVLayout`.
         salt: everything else that the bytes depend on, and who may share them: model and revision, adapter, rank among
             the GPUs that split the model, tenant. Any string, "" too.
         extra: like `salt`, but bytes, for digests of images and adapters. Hash long ones yourself.

@@ -78,7 +78,8 @@ class CacheStatistics:
             their shared pool, were of a request opened with other weights, or did not fit the layout's codec.
         removed: keys that could be loaded, and were taken out: by `remove` or `clear`, or because a load found that
             their blocks do not fit the layout's codec. With these, `stored + promoted - evicted - removed` is
-            `resident`, except after `restore`, and in a shared pool, whose counts are of one member.
+            `resident`, except after `restore`, and over a shared pool: there `resident`, `pending`, `pinned` and
+            `evicted` are those of all members (the first three 0 while no owner answers), and the others this one's.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched, repeats included, between two touches of a key that stayed in
             the cache.

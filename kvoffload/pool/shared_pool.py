@@ -325,7 +325,7 @@ class SharedPool(Closing):
                 wake(self._wakeup)
 
     def ask(self, operation: Operation, payload: bytes, *, granted: Grant | None = None) -> bytes | None:
-        """Send a message, and return the owner's answer, for which this waits about `answer_seconds` at most.
+        """Send a message that has an answer, and return that; wait `answer_seconds`. BRING, REMOVE: `ask_slowly`.
 
         Args:
             granted: generation and number of what the message asks for. An owner of another generation is not asked.

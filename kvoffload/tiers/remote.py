@@ -151,10 +151,10 @@ class RemoteTier(ThreadedTier):
     with the bytes that were put.
 
     Threads of the tier call a subclass's methods, several at a time; only `connect` runs in the thread of `attach`, and
-    `describe` in its caller's. No two calls of this process write one record at a time, nor does one write a record
-    that `remove` or `clear` is deleting. But a fetch, which deletes a record that it rejects, may run beside either,
-    and other machines may do anything at any time. If a method that gets names raises, all keys of its call are FAILED,
-    or DECLINED if the error of a write says that there is no room, see `ThreadedTier`.
+    `describe` in its caller's. No two calls of one tier write one record at a time, nor does one write a record that
+    `remove` or `clear` is deleting. But a fetch, which deletes a record that it rejects, may run beside either, and
+    other tiers, in this process or elsewhere, may do anything at any time. If a method that gets names raises, all keys
+    of its call are FAILED, or DECLINED if the error of a write says that there is no room, see `ThreadedTier`.
 
     Args:
         identity: a text for everything but tokens, salt and layout that the bytes depend on: model and revision,
@@ -268,13 +268,14 @@ class RemoteTier(ThreadedTier):
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
         """Delete all records whose names begin with `folder`, which ends with "/", and no others: none is left when you
-        return. No write of this process runs meanwhile; fetches and deletions may.
+        return. No write of this tier runs meanwhile; fetches and deletions may.
 
         No match is fine. Raise if one may be left: `clear` then reports FAILED; else it reports DONE.
         """
 
     def describe(self) -> dict[str, str | int]:
-        """Return facts about the store for `kvoffload doctor`: `version`, `used_bytes`, `max_bytes`; {} by default.
+        """Return facts about the store for `kvoffload doctor`: `version`, `used_bytes`, `max_bytes`; {} by default,
+        and so of an `ObjectStoreTier`.
 
         Called between `connect` and `disconnect`. It may ask the store, and raise.
         """

@@ -85,7 +85,7 @@ class Policy(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that a request with these keys has ended. Some may not be resident; no repeats."""
+        """Note that a request with these keys has ended. Some may not be resident; no repeats; perhaps no key."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
