@@ -9,6 +9,8 @@ import re
 import threading
 from typing import Any, TypeVar
 
+import numpy as np
+
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?(?:([KMGT])(i?)B|B)?")
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
 _MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
@@ -23,12 +25,13 @@ _FIELD = re.compile(
 
 
 _Other = TypeVar("_Other")
+_BOOLS = bool, np.bool_  # numpy before 2.0 takes its own for an integer, with a warning
 
 
 def index_or(value: Any, other: _Other) -> int | _Other:
     """Return an integer of any library as an int; `other` for a bool, and for anything that is no integer."""
     try:
-        return other if isinstance(value, bool) else operator.index(value)
+        return other if isinstance(value, _BOOLS) else operator.index(value)
     except TypeError:
         return other
 
