@@ -14,9 +14,11 @@
     BlockCache       keys to slots: lookup, store, load          cache/
     chain_keys       tokens to keys                              cache/keys.py
     set_tracer       follow every transfer                       engine/tracing.py
+    Restored         what a session file has brought             cache/statistics.py
 
 Imported by name:
 
+    kvoffload.session         SessionFolder: files of conversations as a tier; BlockCache.save writes them
     kvoffload.pool            one pool of host memory for the engines of a host: its owner, its members
     kvoffload.jax             OwnedCache: a cache in JAX, one array or a tree of arrays, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
@@ -28,6 +30,8 @@ ARCHITECTURE.md says how it works, GLOSSARY.md defines the words. Importing this
 CUDA library.
 """
 
+from typing import Any as _Any
+
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
@@ -35,7 +39,7 @@ from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation
 from kvoffload.cache.sessions import HintAnswer
-from kvoffload.cache.statistics import CacheEvent, CacheStatistics
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics, Restored
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.growth import Growing
@@ -58,6 +62,7 @@ from kvoffload.errors import (
     KVOffloadWarning,
     LayoutError,
     MissingKeyError,
+    SessionFileError,
     TierError,
     TransferError,
 )
@@ -98,6 +103,8 @@ __all__ = [
     "PlanReport",
     "Plane",
     "Reservation",
+    "Restored",
+    "SessionFileError",
     "ShardedEngine",
     "ShardedLayout",
     "SharedSlots",
@@ -118,3 +125,18 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
+
+
+def _save(cache: BlockCache, *given: _Any, **options: _Any) -> int:
+    from kvoffload.session import saving  # by the first call: nothing else needs it
+
+    return saving.save(cache, *given, producer=f"kvoffload {__version__}", **options)
+
+
+def _restore(cache: BlockCache, *given: _Any, **options: _Any) -> Restored:
+    from kvoffload.session import saving
+
+    return saving.restore(cache, *given, **options)
+
+
+BlockCache._save, BlockCache._restore = _save, _restore

@@ -1,6 +1,7 @@
 """Everything that kvoffload raises on purpose, apart from plain ValueError, TypeError, TimeoutError and RuntimeError.
 
     LayoutError, CapacityError, MissingKeyError, ClosedError    change the call
+    SessionFileError                                            take another file
     CapabilityError                                             change the driver, the bindings or the GPU
     DriverError, TransferError                                  CUDA failed; the message has CUDA's own
     TierError                                                   a record may still be in a disk or store
@@ -60,6 +61,12 @@ class TransferError(KVOffloadError):
 class TierError(KVOffloadError):
     """`remove` or `clear` of a cache has taken the keys out of the slots, but a tier failed or did not answer, and may
     still hold their records. Call it again once the tier works.
+    """
+
+
+class SessionFileError(KVOffloadError, ValueError):
+    """A file is no session file, its header is damaged, it is of a newer version, or it was saved with another
+    identity, salt or weights. The message names the file, and both sides. Also a ValueError.
     """
 
 

@@ -5,30 +5,27 @@ After an interrupt such as KeyboardInterrupt, no key is visible whose bytes are 
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-
-from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
-from kvoffload.cache.entries import check_keys
+from kvoffload.cache.engines import CacheAfter, EngineT, check_engine, check_parts, checked_ids
 from kvoffload.cache.key_cache import FETCH_DEADLINE, KeyCache, KeyCacheOptions, Membership
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant, claimed
 from kvoffload.cache.record_calls import guarded, leading
 from kvoffload.cache.reservations import CacheJob, CacheRequest, LoadArguments, record_of
-from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.statistics import CacheEvent, Restored
 from kvoffload.cache.weights import split_namespace
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.errors import CapacityError, KVOffloadError, TransferError
 from kvoffload.internal.checks import flag, to_wait
 from kvoffload.internal.nesting import refuse_waiting
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
-from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.planning.transfer_plan import Direction
 
@@ -124,6 +121,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         The errors of `Tier.attach`.
     """
 
+    _save: ClassVar[Callable[..., int]]  # of `kvoffload.session`, a floor above this one: `kvoffload` registers both
+    _restore: ClassVar[Callable[..., Restored]]
+
     def __init__(
         self,
         engine: EngineT,
@@ -215,7 +215,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         if all_or_nothing is not False:
             flag("all_or_nothing", all_or_nothing)
         weights = self._weights.now
-        checked, per_group = self._checked(keys, blocks, weights.tag)
+        checked, per_group = checked_ids(self.engine.layout, keys, blocks, weights.tag)
         if weights.tag:
             tenant = weights.namespace(tenant, request)
         after = self.engine.resolve(after)
@@ -308,9 +308,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         """
         if pending is not False:
             flag("pending", pending)
-        checked, per_group = self._checked(keys, blocks, self._weights.now.tag, targets=True)
+        checked, per_group = checked_ids(self.engine.layout, keys, blocks, self._weights.now.tag, targets=True)
         if parts is not None:
-            self._check_parts(parts)
+            check_parts(self.engine, parts)
         after = self.engine.resolve(after)
         self.engine.advance()
         return self._load((checked, per_group, after, parts, request, pending))
@@ -397,9 +397,9 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         from kvoffload.cache.tiering.promotion import FetchJob
 
         weights = self._weights.now
-        checked, per_group = self._checked(keys, blocks, weights.tag, targets=True, distinct=True)
+        checked, per_group = checked_ids(self.engine.layout, keys, blocks, weights.tag, targets=True, distinct=True)
         if parts is not None:
-            self._check_parts(parts)
+            check_parts(self.engine, parts)
         after = self.engine.resolve(after)
         if request is not None:
             with self._records.lock:
@@ -439,6 +439,76 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         else:
             request.end()
         return job
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        token_ids: Any,
+        *,
+        salt: str,
+        identity: Mapping[str, str],
+        extra: bytes = b"",
+        deadline: float | None = 60.0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Write the leading blocks of a conversation into a file, from slots and tiers. Returns how many tokens these
+        hold, of those given: as many as the cache has blocks of.
+
+        The file is written beside `path`, synced and renamed: after a crash there is the old one, or the new. Only this
+        user can read it; it holds the prompt in clear. Any cache of the same model can `restore` it, whatever its
+        layout. docs/session-format.md specifies it. It blocks, and holds at most a quarter of the entries at a time.
+
+        Args:
+            token_ids, salt, extra: as for `keys`. The file has a digest of salt and extra.
+            identity: what the bytes depend on but the layout, by name: "model", and as you need them "revision",
+                "adapters", "rope" and others. `restore` must be given the same. At most 4096 characters.
+            deadline: seconds that a tier may take for each part of the file; None: no limit.
+            progress: called with the tokens that are written, and with all. If it raises, nothing is left.
+
+        Raises:
+            MissingKeyError: the cache has no block of these tokens, or has used other weights meanwhile.
+            LayoutError: the layout has no `block_shape`, or its shards do not divide "heads"; or as `keys`.
+            ValueError, TypeError: an argument is wrong; there are more than 2**24 tokens.
+            OSError: the file cannot be written; `path` is as it was, unless only its folder could not be synced.
+            RuntimeError: called inside another call of the library, or in a thread of the cache.
+            The other errors of `promote`.
+        """
+        if deadline is not None:
+            to_wait("deadline", deadline)
+        given, used, local = (salt, extra, identity), self._weights, self._pool is None
+        return self._save(path, token_ids, given, deadline=deadline, progress=progress, used=used, local=local)
+
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        salt: str,
+        identity: Mapping[str, str],
+        extra: bytes = b"",
+        tenant: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Restored:
+        """Make the blocks of a file that `save` has written hits of this cache. It blocks. Returns how many tokens are
+        hits now, and why no more: the file was cut, a block is damaged, the cache has no room.
+
+        Every block is compared with its digest before its key is visible. A file that anyone has made may have any
+        bytes: restore those of people whom you would let compute for you.
+
+        Args:
+            salt, extra, identity: as given to `save`.
+            tenant: whose quota and priority the keys have.
+            progress: called with the tokens that are restored, and with all. If it raises, those stay.
+
+        Raises:
+            SessionFileError: it is no session file, its header is damaged, it is of a newer version, or was saved with
+                another identity, salt or extra, or other weights than are in use (`use_weights`).
+            LayoutError: its blocks are of another dtype, shape or number of tokens; or as `save`.
+            ValueError, TypeError: an argument is wrong; there is no such tenant.
+            OSError: it cannot be opened or read.
+            RuntimeError: called inside another call of the library, or in a thread of the cache.
+            Nothing has been loaded then. The other errors of `reserve`.
+        """
+        return self._restore(path, (salt, extra, identity), tenant=tenant, progress=progress)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers. A
@@ -487,9 +557,11 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
     def _load_after(self, promotion: Promotion, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         from kvoffload.cache.tiering.promotion import ChainedLoad
 
-        keys, per_group = self._checked(promotion.keys, blocks, promotion._record.weights.tag, targets=True)
+        keys, per_group = checked_ids(
+            self.engine.layout, promotion.keys, blocks, promotion._record.weights.tag, targets=True
+        )
         if parts is not None:
-            self._check_parts(parts)
+            check_parts(self.engine, parts)
         after = self.engine.resolve(after)
         self._check_open()
         return self._chain(ChainedLoad(promotion, LoadArguments(keys, per_group, after, parts, None)), at_once=False)
@@ -506,43 +578,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             self._tiers.post(load)
         return load
 
-    def _checked(
-        self, keys: Sequence[bytes], blocks: Any, tag: bytes, *, targets: bool = False, distinct: bool = False
-    ) -> tuple[list[bytes], list[Int64Array]]:
-        """Check and copy the keys, with the tag of their weights, and the block ids of each group: an array (keys,
-        blocks_per_slot).
-
-        Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by
-        group, when the groups before are submitted already. `distinct`: neither keys nor targets may repeat.
-        """
-        checked, layout = check_keys(keys, repeats=targets and not distinct, tag=tag), self.engine.layout
-        num_keys = len(checked)
-        lists = [blocks] if self._groups == 1 else list(blocks)
-        if len(lists) != self._groups:
-            raise LayoutError(f"blocks must hold one list of ids per group ({self._groups}), got {len(lists)}")
-        per_group = []
-        for group, ids in enumerate(lists):
-            name = "blocks" if self._groups == 1 else f"blocks[{group}]"
-            array = as_ids(name, ids, layout.groups[group].num_blocks)
-            if len(array) != num_keys * layout.blocks_per_slot:
-                each = "one id" if layout.blocks_per_slot == 1 else f"{layout.blocks_per_slot} ids"
-                wanted = num_keys * layout.blocks_per_slot
-                raise LayoutError(f"{name} must hold {each} for each key, here {wanted}, got {len(array)}")
-            if targets and (distinct or self._groups > 1) and len(set(array.tolist())) < len(array):
-                raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
-            per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
-        return checked, per_group
-
     def _refused(self, error: Exception, submitted: int) -> bool:
         """Return whether the refusal came before anything was queued. If the context was lost, or a signal handler has
         raised, copies may be queued.
         """
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
-
-    def _check_parts(self, parts: Any) -> None:
-        if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
-            raise LayoutError(
-                f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "
-                f"got {parts!r:.80}"
-            )
-        self.engine.check_parts(parts)

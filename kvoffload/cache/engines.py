@@ -1,16 +1,21 @@
-"""The engine as a BlockCache sees it."""
+"""The engine as a BlockCache sees it, and the arguments that go to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
+from kvoffload.cache.entries import check_keys
 from kvoffload.engine.base import Engine
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.wait_streams import After, ShardedAfter
-from kvoffload.errors import ClosedError
+from kvoffload.errors import ClosedError, LayoutError
 from kvoffload.internal.checks import shown
-from kvoffload.internal.types import StreamLike
+from kvoffload.internal.types import Int64Array, StreamLike
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout, ShardedLayout
 
 if TYPE_CHECKING:  # typing has defaults from Python 3.13 on; type checkers bring typing_extensions along
     from typing_extensions import TypeIs, TypeVar
@@ -50,3 +55,46 @@ def check_engine(engine: CacheEngine) -> None:
         raise TypeError(f"engine must be an OffloadEngine or a ShardedEngine, got {shown(engine)}")
     if engine.closed:
         raise ClosedError("the engine is closed; make the cache over one that is open")
+
+
+def checked_ids(
+    layout: KVLayout | ShardedLayout,
+    keys: Sequence[bytes],
+    blocks: Any,
+    tag: bytes,
+    *,
+    targets: bool = False,
+    distinct: bool = False,
+) -> tuple[list[bytes], list[Int64Array]]:
+    """Check and copy the keys, with the tag of their weights, and the block ids of each group: an array (keys,
+    blocks_per_slot).
+
+    Without `targets`, for a store, no key may repeat. Targets must be distinct: the engine checks that group by group,
+    when the groups before are submitted already. `distinct`: neither keys nor targets may repeat.
+    """
+    checked = check_keys(keys, repeats=targets and not distinct, tag=tag)
+    factor, groups = layout.blocks_per_slot, layout.groups
+    lists = [blocks] if len(groups) == 1 else list(blocks) if isinstance(blocks, Iterable) else []
+    if len(lists) != len(groups):
+        raise LayoutError(f"blocks must hold one list of ids per group ({len(groups)}), got {shown(blocks)}")
+    per_group = []
+    for group, ids in enumerate(lists):
+        name = "blocks" if len(groups) == 1 else f"blocks[{group}]"
+        array = as_ids(name, ids, groups[group].num_blocks)
+        if len(array) != len(checked) * factor:
+            each = "one id" if factor == 1 else f"{factor} ids"
+            raise LayoutError(f"{name} must hold {each} for each key, here {len(checked) * factor}, got {len(array)}")
+        if targets and (distinct or len(groups) > 1) and len(set(array.tolist())) < len(array):
+            raise LayoutError(f"{name} repeats an id; the targets of a load must be distinct")
+        per_group.append(array.reshape(len(checked), factor))
+    return checked, per_group
+
+
+def check_parts(engine: CacheEngine, parts: Any) -> None:
+    groups = engine.layout.num_groups
+    if groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
+        raise LayoutError(
+            f"parts must be a number for a layout of {groups} groups, each of which is copied in so many; "
+            f"got {parts!r:.80}"
+        )
+    engine.check_parts(parts)

@@ -1,4 +1,4 @@
-"""Counts, histograms and events of a cache."""
+"""Counts, histograms and events of a cache, and what a restore has done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,20 @@ class Histogram:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+
+class Restored(NamedTuple):
+    """What `BlockCache.restore` has done.
+
+    Attributes:
+        tokens: how many tokens of the file, from the first, are hits of this cache now, those included that were.
+        of: how many tokens the file has.
+        reason: why `tokens` are not all of them; "": they are.
+    """
+
+    tokens: int
+    of: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

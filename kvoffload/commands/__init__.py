@@ -4,6 +4,7 @@
     demo            a synthetic chat workload, every byte verified                         demo.py
     replay          a trace or synthetic traffic through the cache                         kvoffload.replay
     pool            serves memory that the engines of a host share                         pool.py
+    session         inspects, verifies and converts files of conversations                    session.py
     bench           measurements: the distribution kvoffload-bench
     tune            measures the cost of transfers on this machine                         tune.py
 
@@ -21,7 +22,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from kvoffload import __version__
-from kvoffload.commands import demo, doctor, pool, tune
+from kvoffload.commands import demo, doctor, pool, session, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
@@ -93,6 +94,8 @@ commands:
       kvoffload replay --workload chat --slots 2048 --metadata-only --policy all
   pool      one pool of host memory for the engines of a host
       kvoffload pool serve /run/kvoffload/pool --bytes 64GiB
+  session   what a file of a conversation says, and whether it is whole
+      kvoffload session verify chat.kv
   tune      measure the cost of transfers on this machine
       kvoffload tune
   bench     compare copy methods, with and without concurrent computation
@@ -117,7 +120,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
     parser.add_argument("--version", action="version", version=f"kvoffload {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
-    for module in (doctor, demo, replay, pool, tune):
+    for module in (doctor, demo, replay, pool, session, tune):
         module.add_parser(commands)
     _add_benchmarks(commands, wanted=command == NAME)
     parser.set_defaults(run=lambda _: parser.print_help())

@@ -19,7 +19,7 @@ from kvoffload.jax.imports import import_jax
 from kvoffload.layout.arrays import is_jax_array, plane_of_view, planes_of_view
 from kvoffload.layout.dlpack import ArrayView, packed_strides
 from kvoffload.layout.dtypes import dtype_name, element_bytes
-from kvoffload.layout.layout import KVLayout, check_block
+from kvoffload.layout.layout import KVLayout, check_block, know_shapes
 from kvoffload.layout.planes import Plane, SlotOrder
 
 _ALIGNMENT = 256  # of each array in the memory of the cache, as cuMemAlloc aligns one
@@ -184,8 +184,10 @@ class Description(NamedTuple):
             slot_order=self.slot_order,
             block_axes=self.block_axes,
         )
+        shapes: list[set[tuple[int, ...]]] = [set() for _ in groups]
         for leaf, view in zip(leaves, views, strict=True):
-            check_block(layout, view, counting, leaf.name)
+            shapes[leaf.group].add(check_block(layout, view, counting, leaf.name))
+        know_shapes(layout, *shapes)
         return layout
 
 

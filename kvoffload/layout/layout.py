@@ -13,9 +13,11 @@ sides, and adjacent blocks of a slot merge. A slot is one contiguous range for a
 
 from __future__ import annotations
 
+import math
 import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 from itertools import combinations
@@ -36,7 +38,7 @@ from kvoffload.layout.arrays import (
 )
 from kvoffload.layout.coding import CODECS, CodecName
 from kvoffload.layout.dlpack import ArrayView
-from kvoffload.layout.dtypes import dtype_name
+from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, clusters, positive, share_bytes
 
@@ -67,6 +69,8 @@ class KVLayout(HtmlRepresentation):
         block_axes: names for the axes of one block of one plane, the slowest in memory first, such as
             `("tokens", "heads", "dim")`. Keys depend on them. Any names will do, if all programs that share stored
             bytes use the same.
+        block_shape: the extents of `block_axes`, such as (16, 8, 128), or a list with those of each group. Only what
+            leaves the process block by block needs them, such as a file (`BlockCache.save`). Keys do not.
         codec: "raw": slots hold the blocks as they are. "bf16-12": slots hold bf16 values in 12 bits each, without
             loss, so that there are nearly a third more of them in the same memory; `kvoffload.layout.coding` has the
             format. A list has one codec for each group. A block that the codec cannot hold is not stored, see
@@ -79,6 +83,7 @@ class KVLayout(HtmlRepresentation):
         slot_bytes: the size of one host slot: the payload of the largest group, coded where it is, rounded up to a
             multiple of 4096.
         codecs: that of each group.
+        block_shapes: the extents of each group's block; None where they are not known.
         blocks_per_slot, dtype, tokens_per_block, on_default_stream, block_axes: as given; `from_tree` puts block_axes
             in the order of memory.
 
@@ -100,6 +105,7 @@ class KVLayout(HtmlRepresentation):
         on_default_stream: bool = True,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
+        block_shape: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
         codec: CodecName | Sequence[CodecName] = "raw",
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
@@ -131,8 +137,31 @@ class KVLayout(HtmlRepresentation):
         )
         if not self.groups:
             raise LayoutError("groups is empty; a layout needs at least one group of planes")
+        self.block_shapes = self._checked_shapes(block_shape)
         largest = max(group.payload_bytes for group in self.groups)
         self.slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def _checked_shapes(self, block_shape: Any) -> tuple[tuple[int, ...] | None, ...]:
+        one = isinstance(block_shape, Sequence) and all(isinstance(each, SupportsIndex) for each in block_shape)
+        shapes = [block_shape] * self.num_groups if one or block_shape is None else list(block_shape)
+        if len(shapes) != self.num_groups:
+            raise LayoutError(
+                f"block_shape must be one shape, or one for each of {self.num_groups} groups, got {shapes}"
+            )
+        checked = list[tuple[int, ...] | None]()
+        for group, shape in zip(self.groups, shapes, strict=True):
+            if shape is None:
+                checked.append(None)
+                continue
+            extents = tuple(positive("block_shape", extent) for extent in shape)
+            nbytes = math.prod(extents) * (0 if self.dtype is None else element_bytes(dtype_name(self.dtype)))
+            if len(extents) != len(self.block_axes or ()) or {plane.block_bytes for plane in group.planes} != {nbytes}:
+                raise LayoutError(
+                    f"block_shape must be the extents of block_axes={self.block_axes}, which with dtype={self.dtype} "
+                    f"make the block_bytes of every plane, got {extents}"
+                )
+            checked.append(extents)
+        return tuple(checked)
 
     @classmethod
     def from_arrays(
@@ -179,8 +208,8 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
-        for view, name in zip(views, names, strict=True):
-            check_block(layout, view, [0], name)
+        shapes = {check_block(layout, view, [0], name) for view, name in zip(views, names, strict=True)}
+        know_shapes(layout, shapes)
         return layout
 
     @classmethod
@@ -224,7 +253,7 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
-        check_block(layout, view, [plane_axis, block_axis], "array")
+        know_shapes(layout, {check_block(layout, view, [plane_axis, block_axis], "array")})
         return layout
 
     @classmethod
@@ -238,13 +267,12 @@ class KVLayout(HtmlRepresentation):
             axes: what each axis of an array counts: "blocks", and where there are such axes "planes" (K and V, layers)
                 and "tokens". The others are axes of a block, and so is "tokens": any names will do, if all programs
                 that share stored bytes use the same. Their order is that of the shape, and the layout's `block_axes`
-                that of memory: a transposed view has the keys of the array that it was made from, not those of a
-                contiguous array of its own shape. An axis of extent 1 keeps its place among them.
+                that of memory: a transposed view has the keys of the array behind it. An axis of 1 keeps its place.
             blocks_per_slot: as for `KVLayout`.
 
         Raises:
-            LayoutError: as for `from_stacked`; or `axes` does not name the axes of each array, in ASCII; or two arrays
-                differ in the extent of "tokens", or have a block's axes in different orders in memory.
+            LayoutError: as for `from_stacked`; `axes` does not name all axes, in ASCII; or two arrays differ in the
+                extent of "tokens", or in the order of a block's axes in memory.
             ClosedError: as for `from_arrays`.
         """
         names = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else ()
@@ -258,8 +286,7 @@ class KVLayout(HtmlRepresentation):
         if not given:
             raise LayoutError(f"arrays must be an array in GPU memory, or a tree of them, got {shown(arrays)}")
         for name, array in given:
-            view = view_of(array, name)
-            views.append(view)
+            views.append(view := view_of(array, name))
             if len(view.shape) != len(names):
                 raise LayoutError(f"{name} has shape {view.shape}, and axes names {len(names)} axes: {names}")
             if "planes" in names:
@@ -280,7 +307,7 @@ class KVLayout(HtmlRepresentation):
                 f"{given[0][0]} has a block's axes in the order {first} in memory, and {given[other][0]} in the order "
                 f"{differing}. Keys name one order for all arrays: allocate them alike, or make a cache for each order"
             )
-        return cls(
+        layout = cls(
             [planes],
             blocks_per_slot=blocks_per_slot,
             dtype=common_dtype([array for _, array in given]),
@@ -288,6 +315,8 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=not any(is_jax_array(array) for _, array in given),
             block_axes=[names[axis] for axis in common] or None,
         )
+        know_shapes(layout, {tuple(view.shape[axis] for axis in common) for view in views})
+        return layout
 
     def with_codec(self, codec: CodecName | Sequence[CodecName]) -> KVLayout:
         """Return a new layout, like this one but with `codec` (a name, or a list with one for each group): slots have
@@ -304,6 +333,7 @@ class KVLayout(HtmlRepresentation):
             on_default_stream=self.on_default_stream,
             slot_order=self._slot_order,
             block_axes=self.block_axes,
+            block_shape=self.block_shapes,
             codec=codec,
         )
 
@@ -354,8 +384,14 @@ class KVLayout(HtmlRepresentation):
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} by address alone)"
 
 
-def check_block(layout: KVLayout, view: ArrayView, counting: Sequence[SupportsIndex], name: str) -> None:
-    """Raise LayoutError if `block_axes` does not say what lies where in a block of this array.
+def know_shapes(layout: KVLayout, *found: set[tuple[int, ...]]) -> None:
+    """Take the extents of the blocks in a group's arrays, if these are alike and have the layout's axes and dtype."""
+    with suppress(LayoutError):  # they may count other elements than dtype names, such as the bytes of packed ones
+        layout.block_shapes = layout._checked_shapes([max(each) if len(each) == 1 else None for each in found])
+
+
+def check_block(layout: KVLayout, view: ArrayView, counting: Sequence[SupportsIndex], name: str) -> tuple[int, ...]:
+    """Return the shape of a block of this array. LayoutError if `block_axes` does not say what lies where in it.
 
     1. The block is permuted in memory. The names may be in the order of memory, as documented, or in that of the shape,
        so sorting them would give those who obeyed the key of other bytes.
@@ -366,10 +402,11 @@ def check_block(layout: KVLayout, view: ArrayView, counting: Sequence[SupportsIn
         counting: the axes that count blocks and planes. The others are those of a block.
     """
     names, tokens = layout.block_axes, layout.tokens_per_block
-    if names is None:
-        return
     outer = {operator.index(axis) % len(view.shape) for axis in counting}
     inner = [axis for axis in range(len(view.shape)) if axis not in outer]
+    shape = tuple(view.shape[axis] for axis in inner)
+    if names is None:
+        return shape
     if (order := memory_order(view, inner)) != inner:
         raise LayoutError(
             f"{name} of shape {view.shape} has the axes {inner} of a block in the order {order} in memory (strides of "
@@ -377,15 +414,15 @@ def check_block(layout: KVLayout, view: ArrayView, counting: Sequence[SupportsIn
             "KVLayout.from_tree(..., axes=...), which takes a name for each axis of the shape and finds the order, or "
             "pass the array transposed to the order of its memory"
         )
-    shape = tuple(view.shape[axis] for axis in inner)
     if tokens is None or len(names) != len(shape) or "tokens" not in names:
-        return
+        return shape
     extent = shape[names.index("tokens")]
     if extent != tokens:
         raise LayoutError(
             f"tokens_per_block is {tokens}, but the axis 'tokens' of a block of shape {shape}, named {names} by "
             f"block_axes, has {extent}: give tokens_per_block={extent}, or the names in the order of the axes"
         )
+    return shape
 
 
 def checked_codecs(codec: Any, groups: int, dtype: DTypeLike | None) -> tuple[CodecName, ...]:

@@ -195,3 +195,25 @@ def test_tokens_of_a_block_are_checked_in_separate_arrays_too(device: kvoffload.
     assert KVLayout.from_arrays(arrays, tokens_per_block=16, block_axes=names).tokens_per_block == 16
     with pytest.raises(LayoutError, match="tokens_per_block is 8, but the axis 'tokens'"):
         KVLayout.from_arrays(arrays, tokens_per_block=8, block_axes=names)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [
+        ("float16", ((16, 64),)),
+        ("bfloat16", ((16, 64),)),  # its bits
+        (">f2", (None,)),
+        ("float4_e2m1fn_x2", (None,)),  # of no size that is known here
+        ("uint8", (None,)),  # the array has half as many elements
+    ],
+)
+def test_extents_of_a_block_are_known_if_they_count_the_elements_of_dtype(
+    device: kvoffload.Device, dtype: Any, shapes: Any
+) -> None:
+    """Any other layout has keys all the same."""
+    array = device.empty((8, 2, 16, 64), "float16")
+    options: Any = {"dtype": dtype, "tokens_per_block": 16, "block_axes": ("tokens", "dim")}
+    layout = KVLayout.from_stacked(array, plane_axis=1, block_axis=0, **options)
+    assert layout.block_shapes == shapes
+    assert len(layout.fingerprint) == 16
+    assert layout.with_codec("raw").block_shapes == shapes

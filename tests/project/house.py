@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("cache",),
     ("pool", "tiers"),
+    ("session",),
     ("door",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),

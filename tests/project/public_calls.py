@@ -20,6 +20,7 @@ MODULES = (
     "kvoffload.observability.prometheus",
     "kvoffload.observability.router_events",
     "kvoffload.pool",
+    "kvoffload.session",
     "kvoffload.testing",
     "kvoffload.cache.tiering",
     "kvoffload.tiers",
@@ -34,7 +35,7 @@ ONLY_THE_LIBRARY_MAKES = {
     *("Batch", "CacheEvent", "CacheJob", "CacheRequest", "CacheStatistics", "CacheTierStatistics", "ChainedLoad"),
     *("ConformanceCase", "Deviation", "Device", "DeviceArray", "DeviceBuffer", "FuzzReport", "HostCosts"),
     *("FetchJob", "HintAnswer", "Promotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey"),
-    *("Reservation", "Room", "Shape", "SharedPool", "Stream", "TransferResult"),
+    *("Reservation", "Restored", "Room", "Shape", "SharedPool", "Stream", "TransferResult"),
 }
 """Handles and records whose constructors are no calls of a user's."""
 

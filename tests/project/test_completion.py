@@ -28,8 +28,8 @@ SHOWN = {
     ),
     "Stream": "close device done handle synchronize",
     "KVLayout": (
-        "block_axes blocks_per_slot codecs dtype fingerprint from_arrays from_stacked from_tree groups num_groups "
-        "on_default_stream slot_bytes slots_for tokens_per_block with_codec"
+        "block_axes block_shapes blocks_per_slot codecs dtype fingerprint from_arrays from_stacked from_tree groups "
+        "num_groups on_default_stream slot_bytes slots_for tokens_per_block with_codec"
     ),
     "OffloadEngine": f"{ENGINE} device prefer profile staging_bytes",
     "ShardedEngine": f"{ENGINE} devices",
@@ -37,7 +37,8 @@ SHOWN = {
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds unfit",
     "BlockCache": (
         "acquire capacity check clear close drain engine fetch hint keep keys load locate lookup lookup_many "
-        "open_request promote remove reserve statistics status status_of store tier_statistics touch use_weights"
+        "open_request promote remove reserve restore save statistics status status_of store tier_statistics touch "
+        "use_weights"
     ),
     "CacheIndex": (
         "acquire capacity check clear close describe drain hint keys load locate lock lookup lookup_many "

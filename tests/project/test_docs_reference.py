@@ -21,6 +21,7 @@ PUBLIC = (
     "kvoffload.jax",
     "kvoffload.testing",
     "kvoffload.cache.policies",
+    "kvoffload.session",
     "kvoffload.tiers",
     "kvoffload.cache.tiering",
 )

@@ -22,6 +22,7 @@ POSITIONAL = {
     "BlockCache.fetch": "keys blocks",
     "BlockCache.keep": "keys blocks",
     "BlockCache.load": "keys blocks",
+    "BlockCache.save": "path token_ids",
     "BlockCache.store": "keys blocks",
     "CacheIndex.restore": "keys entries requests",
     "GroupTransfer": "group blocks slots",

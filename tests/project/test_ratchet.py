@@ -28,17 +28,17 @@ class Limit(NamedTuple):
 
 WEIGHT = {
     "code lines": Limit(
-        29_240,
+        30_300,
         "it was 36,248; `open_cache` has 340, sessions and hints 805, trees 120, packed loads in parts 60, growth 180, "
         "the codec 590, shared pools 1,920, of which vLLM's replicas have 270; finalizers, descriptors 90, the order "
         "of memory in keys 40, headers and full stores 75, manners of the driver 55, errors of the door 60, "
-        "weights 300",
+        "weights 300, session files 1,010, of which their folder as a tier has 140, the command 90, mlx-lm's caches 80",
     ),
     "files": Limit(
-        214,
+        221,
         "a class and its records are one file, and so is what is read together; hints have three, growth one, the "
         "codec two, shared pools nine, vLLM's and the command's part of them one each, full stores one, "
-        "and weights one",
+        "weights one, and session files seven: blocks, format, calls, folder, command, mlx-lm's caches, and their room",
     ),
     "helpers used once, in 1000 functions": Limit(35, "a helper has two uses, or a name that says more than its body"),
     "pages": Limit(
@@ -65,11 +65,11 @@ CALLS = {
 FILES = {
     "engine.store": Limit(12, "the engine, what it checks, plans and selects, and the seam"),
     "engine.load": Limit(12, "those of a store"),
-    "cache.store": Limit(17, "those of a store, the index, its state and admission"),
-    "cache.store, evicting": Limit(20, "the policy's own, too"),
-    "cache.load": Limit(17, "those of a load, the index and its state"),
-    "cache.fetch": Limit(21, "those of a load, the promotion in front of it, its lease and the statistics"),
-    "cache.fetch, above a tier": Limit(23, "the tiers' manager, and the hook by which it hears of hits"),
+    "cache.store": Limit(18, "those of a store, the index, its state and admission; arguments for the engine have one"),
+    "cache.store, evicting": Limit(21, "the policy's own, too"),
+    "cache.load": Limit(18, "those of a load, the index and its state; arguments for the engine have one"),
+    "cache.fetch": Limit(22, "those of a load, the promotion in front of it, its lease and the statistics"),
+    "cache.fetch, above a tier": Limit(24, "the tiers' manager, and the hook by which it hears of hits"),
     "cache.promote, in the tiers' thread": Limit(14, "the promoter, the tier's job, the index, its state and policy"),
 }
 CHANGES = {

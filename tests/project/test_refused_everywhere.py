@@ -134,11 +134,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # that are right, by method, or by cl
     "receive": ("nobody offers this",),
     "remove": (keys([0]),),
     "reserve": (keys([1]),),
+    "save": ("/nowhere/s", [1]),
     "store": (keys([1]), [1]),
     "submit": ("load", [0], [0]),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "SharedPool.attach": {"identity": "x"},
+    "BlockCache.save": {"salt": "", "identity": {"model": "m"}},
     "HostMemory.of_buffer": {"num_slots": 1, "slot_stride": 4096},
 }
 CALLS: dict[str, Callable[[World], Callable[..., object]]] = {  # of functions and constructors
