@@ -13,6 +13,7 @@ from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
 from kvoffload_bench import disk, field, fleet, growth, interop, plots, pool, remote, sharded, submit, transfer, vllm
 from kvoffload_bench import layer_groups as parts
+from kvoffload_bench import session_files as sessions
 
 _FOLDER = "figures"
 _WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so does sweep"
@@ -28,7 +29,7 @@ def add_parser(commands: Any) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
     benchmarks = (
         *(transfer, field, sharded, parts, interop, vllm, submit),
-        *(bookkeeping, pool, growth, disk, remote, fleet),
+        *(bookkeeping, pool, growth, disk, sessions, remote, fleet),
     )
     for bench in benchmarks:
         bench.add_parser(benches)
