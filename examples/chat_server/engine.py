@@ -99,7 +99,7 @@ class EngineOptions:
 class Engine:
     """Serves requests. Call `step` until it returns False, or let a thread do so: `start`. Close it, or use `with`.
 
-    `submit` and `cancel` are for any thread.
+    `submit`, `cancel`, `save` and `restore` are for any thread.
 
     Attributes:
         cache: from `kvoffload.open_cache`; None without offload.
@@ -130,9 +130,19 @@ class Engine:
             self._open(shapes, dtype)
         else:
             self._owned = SimpleNamespace(arrays=[jnp.zeros(shape, dtype) for shape in shapes])
-        # All that the bits of a block depend on, so that no other run's blocks are taken for ours.
-        shape = f"{options.chunk_tokens} {options.context_tokens} {options.share_generated and options.batch}"
-        self._salt = f"{options.identity} {options.dtype} {shape} {jax.default_backend()} {jax.__version__}"
+        # All that the bits of a block depend on, so that no other run's blocks are taken for ours. Where the blocks lie
+        # is no part of it: a saved conversation goes on with another codec, pool or disk, or other device_blocks.
+        identity = {
+            "model": options.identity,
+            "dtype": options.dtype,
+            "chunk_tokens": str(options.chunk_tokens),
+            "context_tokens": str(options.context_tokens),
+            "generated": str(options.share_generated and options.batch),
+            "backend": jax.default_backend(),
+            "jax": jax.__version__,
+        }
+        self._salt = " ".join(identity.values())
+        self._terms: dict[str, Any] = {"salt": self._salt, "identity": identity}  # of saved conversations
 
     def _open(self, shapes: list[tuple[int, ...]], dtype: str) -> None:
         options = self.options
@@ -184,8 +194,7 @@ class Engine:
             )
         request = Request(list(prompt), wanted, deliver)
         with self._changed:
-            if self._closing:
-                raise RuntimeError(f"the engine is closed: {self.error}")
+            self._check_open()
             if len(self.waiting) >= self.options.most_waiting:
                 raise BusyError(f"{len(self.waiting)} requests wait already: try again later")
             self.waiting.append(request)
@@ -214,6 +223,35 @@ class Engine:
         done.wait()
         if self.error is not None:
             raise RuntimeError(f"the engine has ended: {self.error!r}")
+
+    def save(self, tokens: Sequence[int], path: str | Path) -> int:
+        """Write the leading blocks of a prompt, as many as are below the device, into a file. It blocks. Returns how
+        many tokens they hold.
+
+        Raises:
+            RuntimeError: the engine is closed, or has nothing below the device.
+            The errors of `kvoffload.BlockCache.save`.
+        """
+        return self._below().save(path, tokens, **self._terms, progress=self._check_open)
+
+    def restore(self, path: str | Path) -> kvoffload.Restored:
+        """Let prompts find the blocks of a file that `save` has written, here or in another engine. It blocks.
+
+        Raises:
+            RuntimeError: the engine is closed, or has nothing below the device.
+            The errors of `kvoffload.BlockCache.restore`. ValueError: the file does not fit.
+        """
+        return self._below().restore(path, **self._terms, progress=self._check_open)
+
+    def _below(self) -> kvoffload.BlockCache[Any]:
+        self._check_open()
+        if self.cache is None:
+            raise RuntimeError("the engine has nothing below the device")
+        return self.cache
+
+    def _check_open(self, *_: int) -> None:
+        if self._closing:
+            raise RuntimeError(f"the engine is closed: {self.error}")
 
     # the thread ---------------------------------------------------------------------------------------------------
 
@@ -360,7 +398,7 @@ class Engine:
             request.job = None
         request.computed += hits * BLOCK_TOKENS
         for place in places[:hits]:
-            self._count(request, "host" if place in ("host", "pending") else "disk", BLOCK_TOKENS)
+            self._count(request, "disk" if place == "disk" else "host", BLOCK_TOKENS)
 
     def _prefill(self) -> bool:
         """A chunk of the prompt that was admitted first."""

@@ -1,4 +1,4 @@
-"""The HTTP side, in asyncio: chat completions as OpenAI has them, metrics, and a page to chat in.
+"""The HTTP side, in asyncio: chat completions as OpenAI has them, conversations in files, metrics, a page to chat in.
 
 The engine has a thread of its own, which hands over token by token. A slow client keeps nobody waiting: its tokens wait
 in a queue, at most `max_tokens` of them. If a client leaves, its request is cancelled.
@@ -11,23 +11,27 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from chat_server.engine import Engine
 from chat_server.requests import BusyError, TooLongError, Wanted
 from chat_server.tokenizer import Stream, Tokenizer
+from kvoffload import KVOffloadError, MissingKeyError
 from kvoffload.observability import prometheus
 
 MOST_BODY_BYTES = 4 << 20
+MOST_FILE_BYTES = 1 << 30  # of a conversation
 DEFAULT_MAX_TOKENS = 256
 MOST_SESSION = 256
 TOO_LONG = "context_length_exceeded"
@@ -59,6 +63,7 @@ class ChatServer:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str, load: LoadWeights | None = None) -> None:
         self._engine, self._tokenizer, self._name, self._load = engine, tokenizer, name, load
+        self._moving = asyncio.Lock()  # a conversation in a file, one at a time: it takes up to a quarter of the slots
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(EngineCollector(engine))
         self._first_token = prometheus_client.Histogram(
@@ -77,6 +82,8 @@ class ChatServer:
             Route("/metrics", self._metrics),
             Route("/health", self._health),
             Route("/weights", self._use_weights, methods=["POST"]),
+            Route("/conversations", self._download, methods=["POST"]),
+            Route("/conversations", self._upload, methods=["PUT"]),
             Route("/", lambda _: HTMLResponse(page)),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
@@ -114,6 +121,50 @@ class ChatServer:
             return JSONResponse({"weights": name})
         except RefusedError as refused:
             return JSONResponse(refused.body, refused.status)
+
+    async def _download(self, http: HttpRequest) -> Response | Handed:
+        """Answer with a file of the leading blocks of a conversation, which has the body of a chat completion."""
+        try:
+            self._needs_cache()
+            asked = await _body(http)
+            prompt = await asyncio.to_thread(self._prompt, asked)
+            self._wanted(asked, len(prompt))  # refuses what a completion refuses
+            with _refusing():
+                async with self._moving:
+                    return Handed(await asyncio.to_thread(self._saved, prompt))
+        except RefusedError as refused:
+            return JSONResponse(refused.body, refused.status)
+
+    async def _upload(self, http: HttpRequest) -> Response:
+        """Let the prompts of a conversation find the blocks of its file. It is a stranger's: the library checks it."""
+        try:
+            self._needs_cache()
+            with _refusing(), NamedTemporaryFile(prefix="chat-") as file:
+                async for piece in _pieces(http, MOST_FILE_BYTES):
+                    await asyncio.to_thread(file.write, piece)
+                file.flush()
+                try:
+                    async with self._moving:
+                        restored = await asyncio.to_thread(self._engine.restore, file.name)
+                except ValueError as error:
+                    raise RefusedError(str(error).replace(repr(file.name), "the file")) from None
+            return JSONResponse(restored._asdict())
+        except RefusedError as refused:
+            return JSONResponse(refused.body, refused.status)
+
+    def _needs_cache(self) -> None:
+        if self._engine.cache is None:
+            raise RefusedError("this server has nothing below the device: start it with offload", 404, "no_cache")
+
+    def _saved(self, prompt: list[int]) -> TemporaryDirectory[str]:
+        """A folder, whose only file has the blocks of this prompt."""
+        folder = TemporaryDirectory(prefix="chat-")
+        try:
+            self._engine.save(prompt, Path(folder.name, Handed.FILE))
+        except BaseException:
+            folder.cleanup()
+            raise
+        return folder
 
     async def _chat(self, http: HttpRequest) -> Response:
         try:
@@ -237,6 +288,26 @@ class Answer:
         return tokens | {"prompt_tokens_details": cached}
 
 
+class Handed:
+    """A response: the file in a folder, which is removed when the file has been sent, or cannot be.
+
+    Args:
+        folder: with `FILE` in it.
+    """
+
+    FILE = "conversation.kv"
+
+    def __init__(self, folder: TemporaryDirectory[str]) -> None:
+        self._folder = folder
+
+    async def __call__(self, *asgi: Any) -> None:
+        file = Path(self._folder.name, self.FILE)
+        try:
+            await FileResponse(file, media_type="application/octet-stream", filename=self.FILE)(*asgi)
+        finally:
+            self._folder.cleanup()
+
+
 class EngineCollector:
     """What the engine counts, for Prometheus."""
 
@@ -256,12 +327,35 @@ class EngineCollector:
             yield GaugeMetricFamily(f"chat_{name}", "Now", value=value)
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What a client is told if its conversation cannot be saved or restored now."""
+    try:
+        yield
+    except MissingKeyError:
+        said = "no block of this conversation is below the device: it must have been answered here, or uploaded"
+        raise RefusedError(said, 404, "conversation_not_found") from None
+    except (KVOffloadError, RuntimeError, OSError) as error:
+        raise RefusedError(str(error), 503, "overloaded") from None
+
+
+async def _pieces(http: HttpRequest, most: int) -> AsyncIterator[bytes]:
+    """The body as it comes, of at most so many bytes."""
+    received, refused = 0, RefusedError(f"the body has more than {most} bytes", 413)
+    if int(http.headers.get("content-length", 0)) > most:  # before the client sends it
+        raise refused
+    try:
+        async for piece in http.stream():
+            received += len(piece)
+            if received > most:
+                raise refused
+            yield piece
+    except ClientDisconnect:
+        raise RefusedError("the client has left", 499) from None
+
+
 async def _body(http: HttpRequest) -> dict[str, Any]:
-    data = b""
-    async for piece in http.stream():
-        data += piece
-        if len(data) > MOST_BODY_BYTES:
-            raise RefusedError(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+    data = b"".join([piece async for piece in _pieces(http, MOST_BODY_BYTES)])
     try:
         asked = json.loads(data)
     except ValueError as error:
