@@ -127,16 +127,16 @@ __version__ = "0.2.0.dev0"
 _notebook.register_cards()
 
 
-def _save(cache: BlockCache, *given: _Any, **options: _Any) -> int:
+def _save(cache: BlockCache, *given: _Any) -> int:
     from kvoffload.session import saving  # by the first call: nothing else needs it
 
-    return saving.save(cache, *given, producer=f"kvoffload {__version__}", **options)
+    return saving.save(cache, *given, producer=f"kvoffload {__version__}")
 
 
-def _restore(cache: BlockCache, *given: _Any, **options: _Any) -> Restored:
+def _restore(cache: BlockCache, *given: _Any) -> Restored:
     from kvoffload.session import saving
 
-    return saving.restore(cache, *given, **options)
+    return saving.restore(cache, *given)
 
 
 BlockCache._save, BlockCache._restore = _save, _restore

@@ -473,10 +473,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             RuntimeError: called inside another call of the library, or in a thread of the cache.
             The other errors of `promote`.
         """
-        if deadline is not None:
-            to_wait("deadline", deadline)
-        given, used, local = (salt, extra, identity), self._weights, self._pool is None
-        return self._save(path, token_ids, given, deadline=deadline, progress=progress, used=used, local=local)
+        return self._save(path, token_ids, (salt, extra, identity), deadline, progress)
 
     def restore(
         self,
@@ -489,7 +486,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored:
         """Make the blocks of a file that `save` has written hits of this cache. It blocks. Returns how many tokens are
-        hits now, and why no more: the file was cut, a block is damaged, the cache has no room.
+        hits now, and why no more: the file was cut, a block is damaged, the cache has no room or does not want a key (its
+        policy, a quota, `store_after`), another call is storing one.
 
         Every block is compared with its digest before its key is visible. A file that anyone has made may have any
         bytes: restore those of people whom you would let compute for you.
@@ -508,7 +506,7 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
             RuntimeError: called inside another call of the library, or in a thread of the cache.
             Nothing has been loaded then. The other errors of `reserve`.
         """
-        return self._restore(path, (salt, extra, identity), tenant=tenant, progress=progress)
+        return self._restore(path, (salt, extra, identity), tenant, progress)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what the tiers are to get (see `drain`), end promotions with the keys that came, close the tiers. A

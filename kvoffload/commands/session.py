@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload import __version__
-from kvoffload.errors import SessionFileError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.session.mlx_cache import convert
 from kvoffload.session.session_file import SessionFile
@@ -90,8 +89,8 @@ def _verified(path: Path, progress: Advance) -> dict[str, Any]:
                 progress(whole, file.plan.blocks)
             ends = f"the file ends in block {whole}" if whole < file.plan.blocks else "its end is damaged"
             fields["problem"] = f"block {whole} is damaged" if not good else None if file.sealed else ends
-    except (SessionFileError, OSError) as error:
-        fields["problem"] = str(error)
+    except (OSError, MemoryError, ValueError) as error:
+        fields["problem"] = str(error) or "a block does not fit into memory"
     return fields
 
 

@@ -52,7 +52,8 @@ def convert(source: Path, target: Path, ids: Any, identity: dict[str, str], salt
     planes, counts = _tensors(len(classes), *forms["0.0"])
     ends = [*sum(sorted(each["data_offsets"] for each in header.values()), [0]), len(data) - start]
     (kind, (batch, heads, room, dim)), counts = forms["0.0"], counts if metadata.get("2.0") == "" else {}
-    if forms != planes | counts or ends[::2] != ends[1::2] or batch != 1 or kind not in _TYPES.values():
+    wrong = batch != 1 or kind not in _TYPES.values() or min(heads, room, dim) < 1
+    if forms != planes | counts or ends[::2] != ends[1::2] or wrong:
         raise SessionFileError(f"its tensors must be (1, heads, tokens, dim), alike, and without gaps, got {forms}")
     parts = {name: data[start:][slice(*each["data_offsets"])] for name, each in header.items()}
     tokens, found = as_tokens(ids), {int(parts[name].view("<i4")[0]) for name in counts} or {room}
@@ -60,8 +61,8 @@ def convert(source: Path, target: Path, ids: Any, identity: dict[str, str], salt
         raise ValueError(f"it has {found} tokens, and room for {room}, got {len(tokens)} ids; a block needs {size}")
     blocks, [dtype] = len(tokens) // size, [name for name in _TYPES if _TYPES[name] == kind]
     tokens, form = tokens[: blocks * size], BlockForm(dtype, size, _AXES, (GroupForm(len(planes), (size, heads, dim)),))
-    terms = Terms.checked(salt, b"", PLANES | identity)
-    plan = Plan(Contents(form, blocks, terms.identity, "", terms.digest(tokens), producer))
+    terms = Terms.checked(salt, b"", identity | PLANES)
+    plan = Plan(Contents(form, blocks, terms.identity, "", terms.digest(tokens[:size]), producer))
     tensors = [parts[name].view(form.element).reshape(heads, room, dim)[:, : len(tokens)] for name in planes]
     views = [each.reshape(heads, blocks, size, dim).transpose(1, 2, 0, 3) for each in tensors]
     with SessionWriter(target, plan, tokens) as writer:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvoffload.cache.entries import Status
 from kvoffload.cache.keys import as_tokens
 from kvoffload.cache.statistics import Restored
-from kvoffload.cache.weights import UsedWeights
 from kvoffload.errors import LayoutError, MissingKeyError, SessionFileError, TransferError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import shown, to_wait
 from kvoffload.internal.nesting import refuse_waiting
 from kvoffload.internal.types import Int64Array
 from kvoffload.session.session_file import Contents, Plan, SessionFile, SessionWriter
@@ -24,12 +27,14 @@ from kvoffload.session.whole_blocks import BlockForm, Blocks, WholeBlocks
 if TYPE_CHECKING:
     from kvoffload.cache.block_cache import BlockCache
     from kvoffload.cache.reservations import CacheRequest
+    from kvoffload.cache.tiering.promotion import Promotion
 
 Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 _THREADS = 4  # that move blocks at a time
 _SHARE = 4  # one part of so many of the entries is held at a time
 _MOST_IDENTITY = 4096  # characters
+_NOT_BELOW = ("host", "pending", "missing", "unknown")  # what `locate` says of a key that no tier is known to have
 _R = TypeVar("_R")
 
 
@@ -42,24 +47,18 @@ class Terms(NamedTuple):
 
     @classmethod
     def checked(cls, salt: str, extra: bytes, identity: Mapping[str, str]) -> Terms:
-        """TypeError, ValueError: `identity` is wrong. `salt` and `extra` are checked by `keys`."""
-        if not isinstance(identity, Mapping) or not all(
-            isinstance(each, str) for pair in identity.items() for each in pair
-        ):
-            raise TypeError(
-                'identity must be a mapping of texts to texts, the "model" and whatever else the bytes depend on, such '
-                f'as {{"model": "llama-3.1-8b", "revision": "0e9e39f"}}, got {shown(identity)}'
-            )
-        size = sum(len(name) + len(value) for name, value in identity.items())
-        if not identity.get("model") or size > _MOST_IDENTITY:
+        """ValueError: `identity` is wrong. `salt` and `extra` are checked by `keys`."""
+        texts = [*identity, *identity.values()] if isinstance(identity, Mapping) else [identity]
+        fits = all(isinstance(each, str) for each in texts) and sum(map(len, texts)) <= _MOST_IDENTITY
+        if not fits or not isinstance(identity, Mapping) or not identity.get("model"):
             raise ValueError(
-                f'identity must name the "model", in at most {_MOST_IDENTITY} characters altogether (give digests of '
-                f"long texts), got {size}: {shown(dict(identity))}"
+                'identity must be a mapping of strings to strings with a "model", such as {"model": "llama-3.1-8b", '
+                f'"revision": "0e9e39f"}}, at most {_MOST_IDENTITY} characters, got {shown(identity)}'
             )
         return cls(salt, extra, dict(identity))
 
     def digest(self, tokens: Int64Array) -> str:
-        """Return what a file says of salt and extra: a digest whose key is the tokens; "" for none."""
+        """Return what a file says of salt and extra: a digest whose key is the first block's tokens; "" for none."""
         if not self.salt and not self.extra:
             return ""
         key = hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=32).digest()
@@ -72,19 +71,17 @@ class Terms(NamedTuple):
         contents, where = file.contents, f"{shown(file.path)} was saved with"
         for name, theirs, ours in zip(BlockForm._fields, contents.form, form, strict=True):
             if theirs != ours:
-                raise LayoutError(f"{where} {name}={theirs}, and this cache has {name}={ours}: nothing was loaded")
-        for name in sorted({*contents.identity, *self.identity}):
-            theirs, ours = (each.get(name, "(none)") for each in (contents.identity, self.identity))
+                raise LayoutError(f"{where} {name}={shown(theirs)}, here it is {shown(ours)}: nothing was loaded")
+        said, given = (
+            {"weights": name, **{f"identity[{each!r}]": value for each, value in identity.items()}}
+            for name, identity in ((contents.weights, contents.identity), (weights, self.identity))
+        )
+        for name in sorted({*said, *given}):
+            theirs, ours = (shown(each.get(name, "(none)")) for each in (said, given))
             if theirs != ours:
-                raise SessionFileError(
-                    f"{where} identity[{name!r}]={theirs!r:.99}, given was {ours!r:.99}: nothing was loaded"
-                )
-        if contents.weights != weights:
-            raise SessionFileError(
-                f"{where} the weights {contents.weights!r:.99}, in use are {weights!r:.99}: nothing was loaded"
-            )
-        if file.whole and contents.salt != self.digest(file.all_tokens):
-            raise SessionFileError(f"{where} another salt, or another extra: nothing was loaded")
+                raise SessionFileError(f"{where} {name}={theirs}, here it is {ours}: nothing was loaded")
+        if file.whole and contents.salt != self.digest(file.tokens[: form.tokens_per_block]):
+            raise SessionFileError(f"{where} another salt or extra (or other first tokens): nothing was loaded")
 
 
 def save(
@@ -92,116 +89,102 @@ def save(
     path: str | os.PathLike[str],
     token_ids: Any,
     given: tuple[str, bytes, Mapping[str, str]],
-    *,
     deadline: float | None,
     progress: Progress | None,
-    used: UsedWeights,
-    local: bool,
+    *,
     producer: str,
 ) -> int:
-    """Do `BlockCache.save`. `local`: the cache knows of all keys whether they are missing."""
+    """Do `BlockCache.save`."""
     _refuse_nested(cache, "save")
-    terms, whole, tokens, weights = Terms.checked(*given), whole_blocks(cache), as_tokens(token_ids), used.now
+    if deadline is not None:
+        to_wait("deadline", deadline)
+    terms, whole, tokens = Terms.checked(*given), whole_blocks(cache), as_tokens(token_ids)
+    factor, weights = cache.engine.layout.blocks_per_slot, cache._weights.now
+    per_key = factor * whole.form.tokens_per_block
     keys = cache.keys(tokens, salt=terms.salt, extra=terms.extra)
-    places = cache.locate(keys) if local else []
-    count = places.index("missing") if "missing" in places else len(keys)
-    factor = cache.engine.layout.blocks_per_slot
-    while count:
-        tokens = tokens[: count * factor * whole.form.tokens_per_block]
-        said = terms.identity, weights.name, terms.digest(tokens), producer
-        with SessionWriter(path, Plan(Contents(whole.form, count * factor, *said)), tokens) as file:
-            got = _write(cache, file, whole, keys[:count], deadline, progress, lambda: used.now is weights)
-            if got == count:
-                file.finish()
-                return len(tokens)
-        count = got  # some have gone meanwhile: a file of those before them
-    raise MissingKeyError(
-        f"none of the {len(keys)} keys of these {len(as_tokens(token_ids))} tokens can be read from the cache, so "
-        f"nothing was written to {shown(os.fspath(path))}: keep their blocks first, and save with the same salt"
-    )
-
-
-def _write(
-    cache: BlockCache[Any],
-    file: SessionWriter,
-    whole: WholeBlocks,
-    keys: list[bytes],
-    deadline: float | None,
-    progress: Progress | None,
-    same_weights: Callable[[], bool],
-) -> int:
-    """Write the blocks of keys into a file. Returns how many leading keys had some."""
-    factor, groups = cache.engine.layout.blocks_per_slot, range(len(whole.form.groups))
 
     def move(begin: int, stop: int) -> int:
+        """Write the blocks of keys into the file. Returns how many leading keys had some."""
         wanted = keys[begin:stop]
-        with cache.promote(wanted, deadline=deadline, counted=False) as promotion:
-            hits = promotion.wait()
+        with _brought(cache, wanted, deadline) as promotion:
             try:
                 with cache.acquire(wanted, pending=True) as lease:
                     lease.wait(deadline)  # for stores that have not ended
-                    if not same_weights():
+                    if cache._weights.now is not weights:
                         return 0
-                    blocks = [whole.gather(group, lease.slots(group)) for group in groups]
+                    blocks = [whole.gather(group, lease.slots(group)) for group in range(len(whole.form.groups))]
             except (MissingKeyError, TransferError, TimeoutError):
-                return min(hits, len(wanted) - 1)
+                return min(promotion.wait(), len(wanted) - 1)
         file.put(begin * factor, blocks)
         return len(wanted)
 
-    for begin, stop, hits in _in_order(cache, len(keys), file.plan, move):
-        if hits < stop - begin:
-            return begin + hits
-        if progress is not None:
-            progress(stop * factor * whole.form.tokens_per_block, len(file.tokens))
-    return len(keys)
+    places = cache.locate(keys) if cache._pool is None else []  # a pool's member does not know which are missing
+    count = places.index("missing") if "missing" in places else len(keys)
+    while count:
+        tokens = tokens[: count * per_key]
+        said = terms.identity, weights.name, terms.digest(tokens[: whole.form.tokens_per_block]), producer
+        with SessionWriter(path, Plan(Contents(whole.form, count * factor, *said)), tokens) as file:
+            had = _leading(_in_order(cache, count, file.plan, move), progress, per_key, len(tokens))
+            if had == count:
+                file.finish()
+                return len(tokens)
+            count = had  # some have gone meanwhile: a file of those before them
+    raise MissingKeyError(
+        f"none of the {len(keys)} keys of these tokens can be read from the cache, so nothing was written to "
+        f"{shown(os.fspath(path))}: keep their blocks first, and save with the same salt"
+    )
+
+
+def _brought(cache: BlockCache[Any], keys: list[bytes], deadline: float | None) -> Promotion:
+    """Return a promotion that has ended, which holds those of the keys that have come. Where others have the room that
+    promotions may take, it waits for it.
+    """
+    until = time.monotonic() + (inf if deadline is None else deadline)
+    promotion = cache.promote(keys, deadline=deadline, counted=False)
+    while (hits := promotion.wait()) < len(keys) and time.monotonic() < until:
+        if cache.locate(keys[hits : hits + 1])[0] in _NOT_BELOW:
+            break
+        promotion.release()
+        time.sleep(0.01)
+        promotion = cache.promote(keys, deadline=deadline, counted=False)
+    return promotion
 
 
 def restore(
     cache: BlockCache[Any],
     path: str | os.PathLike[str],
     given: tuple[str, bytes, Mapping[str, str]],
-    *,
     tenant: str,
     progress: Progress | None,
 ) -> Restored:
     """Do `BlockCache.restore`."""
     _refuse_nested(cache, "restore")
     terms, whole, factor = Terms.checked(*given), whole_blocks(cache), cache.engine.layout.blocks_per_slot
+    per_key, reason = factor * whole.form.tokens_per_block, ""
     cache.keys((), salt=terms.salt, extra=terms.extra)  # refuses wrong ones
     with SessionFile(path) as file, cache.open_request(tenant=tenant) as request:
         terms.check(file, whole.form, request._record.weights.name)  # it stores no keys of others
         keys = cache.keys(file.tokens, salt=terms.salt, extra=terms.extra)
-        done, reason = _fill_all(cache, whole, file, keys, request, progress)
-    of = file.plan.blocks * whole.form.tokens_per_block
-    return Restored(done * factor * whole.form.tokens_per_block, of, reason)
+        of = file.plan.blocks * whole.form.tokens_per_block
 
+        def read(begin: int, stop: int) -> tuple[list[Blocks], int]:
+            return file.read(begin * factor, (stop - begin) * factor)
 
-def _fill_all(
-    cache: BlockCache[Any],
-    whole: WholeBlocks,
-    file: SessionFile,
-    keys: list[bytes],
-    request: CacheRequest,
-    progress: Progress | None,
-) -> tuple[int, str]:
-    """Make the keys of a file hits. Returns how many leading ones are, and why no more."""
-    factor, per_block, done = cache.engine.layout.blocks_per_slot, whole.form.tokens_per_block, 0
+        def filled() -> Iterator[tuple[int, int, int]]:
+            nonlocal reason
+            for begin, stop, (blocks, good) in _in_order(cache, len(keys), file.plan, read):
+                more, reason = _fill(cache, whole, keys[begin : begin + good // factor], blocks, request)
+                reason = reason or (
+                    f"block {begin * factor + good} is damaged" if good < (stop - begin) * factor else ""
+                )
+                yield begin, stop, more
 
-    def read(begin: int, stop: int) -> tuple[list[Blocks], int]:
-        return file.read(begin * factor, (stop - begin) * factor)
-
-    for begin, stop, (blocks, good) in _in_order(cache, len(keys), file.plan, read):
-        more, reason = _fill(cache, whole, keys[begin : begin + good // factor], blocks, request)
-        done += more
-        if good < (stop - begin) * factor:
-            reason = reason or f"block {begin * factor + good} is damaged"
-        if reason:
-            return done, reason
-        if progress is not None:
-            progress(done * factor * per_block, file.plan.blocks * per_block)
-    if file.whole < file.plan.blocks:
-        return done, f"the file ends in block {file.whole}"
-    return done, "the last blocks do not fill a slot of this cache" if done * factor < file.whole else ""
+        done = _leading(filled(), progress, per_key, of)
+    if not reason and file.whole < file.plan.blocks:
+        reason = f"the file ends in block {file.whole}"
+    elif not reason and done * factor < file.whole:
+        reason = "the last blocks do not fill a slot of this cache"
+    return Restored(done * per_key, of, reason)
 
 
 def _fill(
@@ -222,9 +205,9 @@ def _fill(
             reservation.abort()
     if unfit < len(keys):
         return _fill(cache, whole, keys[:unfit], blocks, request)[0], "the cache's codec cannot hold the next block"
-    if reservation.declined:
-        return keys.index(reservation.declined[0]), "the cache has no room for the next block, or does not want it"
-    return len(keys), ""
+    ready = sum(1 for _ in takewhile(lambda status: status is Status.HIT, cache.status(keys)))
+    missing = "the cache has no room for the next block, does not want it, or another call is storing it"
+    return ready, missing if ready < len(keys) else ""
 
 
 def _refuse_nested(cache: BlockCache[Any], call: str) -> None:
@@ -237,6 +220,18 @@ def whole_blocks(cache: BlockCache[Any]) -> WholeBlocks:
     return WholeBlocks(cache.engine.layout, slots if isinstance(slots, tuple) else (slots,))
 
 
+def _leading(found: Iterator[tuple[int, int, int]], progress: Progress | None, per_key: int, of: int) -> int:
+    """Return how many leading keys were moved, of results for one run of keys after the other: begin, end, how many."""
+    done = 0
+    for begin, stop, moved in found:
+        done = begin + moved
+        if done < stop:
+            break
+        if progress is not None:
+            progress(done * per_key, of)
+    return done
+
+
 def _in_order(
     cache: BlockCache[Any], num_keys: int, plan: Plan, work: Callable[[int, int], _R]
 ) -> Iterator[tuple[int, int, _R]]:
@@ -246,22 +241,12 @@ def _in_order(
     """
     share = max(1, cache.statistics().capacity // _SHARE)
     step = max(1, min(plan.step // cache.engine.layout.blocks_per_slot, share // _THREADS))
-    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvoffload-session")
+    begins, at_once = range(0, num_keys, step), min(_THREADS, share // step)
+    threads, futures = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvoffload-session"), deque[Future[_R]]()
     try:
-        yield from _results(threads, min(_THREADS, share // step), num_keys, step, work)
+        for at, begin in enumerate(begins):
+            for each in begins[at + len(futures) : at + at_once]:
+                futures.append(threads.submit(work, each, min(num_keys, each + step)))
+            yield begin, min(num_keys, begin + step), futures.popleft().result()
     finally:
         threads.shutdown(cancel_futures=True)
-
-
-def _results(
-    threads: ThreadPoolExecutor, at_once: int, num_keys: int, step: int, work: Callable[[int, int], _R]
-) -> Iterator[tuple[int, int, _R]]:
-    waiting: deque[tuple[int, int, Future[_R]]] = deque()
-    for begin in range(0, num_keys, step):
-        stop = min(num_keys, begin + step)
-        waiting.append((begin, stop, threads.submit(work, begin, stop)))
-        if len(waiting) >= at_once:
-            first, last, future = waiting.popleft()
-            yield first, last, future.result()
-    for first, last, future in waiting:
-        yield first, last, future.result()

@@ -12,12 +12,15 @@ them and compares the two: no offset of a file is ever used.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import stat
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +32,7 @@ from kvoffload.internal.checks import shown
 from kvoffload.internal.teardown import Closing
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.dtypes import element_bytes
-from kvoffload.session.whole_blocks import BlockForm, Blocks, GroupForm, pages
+from kvoffload.session.whole_blocks import MOST_AXES, BlockForm, Blocks, GroupForm, pages
 from kvoffload.tiers.files import PAGE, SYSTEM, OpenFile
 
 FORMAT, VERSION = "kvoffload session", "1"
@@ -127,6 +130,8 @@ class Plan:
         self.header = self._header(tokens, digests, padding)
         if len(self.header) > MOST_HEADER or len(_json(contents.metadata())) > MOST_CONTENTS - PAGE:
             raise ValueError("the header of a session file would be too long: shorten identity, or save fewer tokens")
+        if len(form.axes) > MOST_AXES or Contents.of(json.loads(_json(contents.metadata()))) != contents:
+            raise ValueError(f"identity and weights must be texts that JSON keeps as they are, got {shown(contents)}")
         self.tokens_at = len(self.header)
         self.digests_at = self.tokens_at + tokens
         self.blocks_at = self.digests_at + digests + padding
@@ -136,12 +141,8 @@ class Plan:
 
     def runs(self, first: int, count: int) -> list[tuple[int, int]]:
         """Cut blocks at the ends of segments: pairs of a first block and how many."""
-        stop, runs = first + count, []
-        while first < stop:
-            end = min(stop, (first // self.step + 1) * self.step)
-            runs.append((first, end - first))
-            first = end
-        return runs
+        stop, begins = first + count, range(first - first % self.step, first + count, self.step)
+        return [(max(first, at), min(stop, at + self.step) - max(first, at)) for at in begins]
 
     def place(self, block: int, group: int) -> int:
         """Return where the bytes of a block begin. Those of the next ones in its segment follow."""
@@ -152,14 +153,8 @@ class Plan:
 
     def whole(self, nbytes: int) -> int:
         """Return how many leading blocks lie in the first bytes of the file."""
-        if nbytes >= self.seal_at:
-            return self.blocks
-        if nbytes < self.blocks_at:
-            return 0
-        begin = (nbytes - self.blocks_at) // (self.step * sum(self.block_bytes)) * self.step
-        length = min(self.step, self.blocks - begin)
-        in_each = [(nbytes - self.place(begin, group)) // width for group, width in enumerate(self.block_bytes)]
-        return begin + max(0, min(length, *in_each))
+        last, width = len(self.block_bytes) - 1, self.block_bytes[-1]  # a block's bytes in the last group come last
+        return bisect_right(range(self.blocks), nbytes - width, key=lambda block: self.place(block, last))
 
     def digests_of(self, tokens: Int64Array, first: int, groups: Sequence[UInt8Array]) -> UInt8Array:
         """Return the digests of blocks whose bytes are the rows of `groups`, from block `first` on: (blocks, bytes)."""
@@ -192,22 +187,19 @@ class Plan:
     def _header(self, tokens: int, digests: int, padding: int) -> bytes:
         form = self.contents.form
         kind, width = _TYPES.get(form.dtype, ""), element_bytes(form.dtype)
-        entries: dict[str, Any] = {"__metadata__": self.contents.metadata()}
-        end = 0
-
-        def add(name: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
-            nonlocal end
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
-            end += nbytes
-
-        add("tokens", "U32", (self.blocks, form.tokens_per_block), tokens)
-        add("digests", "U8", (self.blocks, DIGEST_BYTES), digests)
-        add("padding", "U8", (padding,), padding)
+        tensors: list[tuple[str, str, Sequence[int], int]] = [
+            ("tokens", "U32", (self.blocks, form.tokens_per_block), tokens),
+            ("digests", "U8", (self.blocks, DIGEST_BYTES), digests),
+            ("padding", "U8", (padding,), padding),
+        ]
         for first, count in self.runs(0, self.blocks):
             for group, (planes, shape) in enumerate(form.groups):
                 extents = (count, planes, *shape) if kind else (count, planes, *shape, width)
-                add(f"blocks.{group}.{first}", kind or "U8", extents, count * self.block_bytes[group])
-        add("seal", "U8", (_SEAL_BYTES,), _SEAL_BYTES)
+                tensors.append((f"blocks.{group}.{first}", kind or "U8", extents, count * self.block_bytes[group]))
+        tensors.append(("seal", "U8", (_SEAL_BYTES,), _SEAL_BYTES))
+        entries, end = dict[str, Any](__metadata__=self.contents.metadata()), 0
+        for name, dtype, sizes, nbytes in tensors:
+            entries[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [end, end := end + nbytes]}
         text = _json(entries).encode()
         text += b" " * (-(8 + len(text)) % PAGE)
         return struct.pack("<Q", len(text)) + text
@@ -295,7 +287,9 @@ class SessionWriter(Closing):
 
     def __init__(self, path: str | os.PathLike[str], plan: Plan, tokens: Int64Array) -> None:
         self.plan, self.tokens = plan, tokens
-        self._path = Path(path)
+        self._path = Path(os.fsdecode(path)).absolute()  # the working folder may change
+        if self._path.exists() and not self._path.is_file():
+            raise FileExistsError(errno.EEXIST, "It is no regular file, and would be replaced by one", str(self._path))
         name = os.fsdecode(os.fsencode(self._path.name)[:64])  # a name has at most 255 bytes
         self._part = self._path.with_name(f".{name}.{secrets.token_hex(8)}.part")
         self._process = os.getpid()
@@ -336,7 +330,8 @@ class SessionWriter(Closing):
         if self._file is not None:
             self._file.close()
         if self._process == os.getpid():
-            self._part.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, ValueError):  # of a name that is none
+                self._part.unlink()
 
     def __del__(self) -> None:  # an interrupt came before `__enter__`, or in `close`
         if hasattr(self, "_file"):

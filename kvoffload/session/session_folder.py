@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -19,7 +18,7 @@ from kvoffload.driver import address_of
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import new_lock, new_thread
+from kvoffload.internal.nesting import new_thread
 from kvoffload.layout.layout import KVLayout, ShardedLayout
 from kvoffload.session.saving import Terms
 from kvoffload.session.session_file import SessionFile
@@ -27,7 +26,6 @@ from kvoffload.session.whole_blocks import WholeBlocks
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 
 LOOK_SECONDS = 1.0  # between looks at the folder
-_SETTLED = 2_000_000_000  # ns: what has changed later than so long ago may change again at the same time of its clock
 
 
 class SessionFolder(ThreadedTier):
@@ -41,7 +39,7 @@ class SessionFolder(ThreadedTier):
     them, as `save` does. Files stay closed but while blocks are read. Digests are no signatures: whoever can write to
     the folder decides what the model has seen.
 
-    Puts are DECLINED. Removals are FAILED if the folder has one of the keys, and this tier then misses those.
+    Puts are DECLINED. Removals are FAILED if the folder has one of the keys: delete its files.
 
     Args:
         path: the folder. `~` is your home.
@@ -71,13 +69,10 @@ class SessionFolder(ThreadedTier):
         chain_keys((), layout=layout, salt=salt, extra=extra)  # raises for what is no layout, salt or extra
         self._terms = Terms.checked(salt, extra, identity)
         self._layout, self._whole = layout, WholeBlocks(layout, ())
-        self.path, self.name = Path(path).expanduser(), name
+        self.path, self.name = Path(path).expanduser().absolute(), name
         self.capabilities = TierCapabilities(durable=True, shared=True, local_index=True)
         self._files: dict[str, tuple[tuple[int, int, int], list[bytes]]] = {}  # inode, time, size; keys
-        self._index: dict[bytes, str] = {}  # names of files
-        self._removed = set[bytes]()
-        self._lock = new_lock()  # of changes of these
-        self._seen = 0  # the folder's time when all changes until then were seen
+        self._index: dict[bytes, list[str]] = {}  # names of files that have the key, the first first
         self._ended = threading.Event()
         self._watcher = new_thread(f"kvoffload-{name}-folder", self._watch)
 
@@ -100,13 +95,13 @@ class SessionFolder(ThreadedTier):
         begin, width = address_of(self.pools[0]), self.pools[0].shape[1]
         entries = {key: (address_of(row) - begin) // width for key, (row, *_) in zip(keys, rows, strict=True)}
         outcomes = dict.fromkeys(keys, Outcome.MISSING)
-        for name, group in groupby(keys, self._index.get):
+        for names, group in groupby(keys, self._index.get):
             try:
-                if name is not None:
-                    with SessionFile(self.path / name) as file:
+                if names:
+                    with SessionFile(self.path / names[0]) as file:
                         self._read(file, {key: entries[key] for key in group}, outcomes)
             except (FileNotFoundError, LayoutError, ValueError):  # it has gone, or is another one
-                self._seen = 0
+                pass
         return list(outcomes.values())
 
     def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:  # noqa: ARG002
@@ -116,11 +111,8 @@ class SessionFolder(ThreadedTier):
         return list(map(self._index.__contains__, keys))
 
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._lock:
-            found = list(filter(lambda key: self._index.pop(key, None) is not None, keys))
-            self._removed.update(found)
-        if found:
-            raise CapabilityError(f"{self.path} is only read: move files out of it; {len(found)} keys are misses now")
+        if any(self.have_records(keys)):
+            raise CapabilityError(f"{self.path} is only read: move files out of it")
         return [False] * len(keys)
 
     def remove_all(self) -> None:
@@ -135,8 +127,6 @@ class SessionFolder(ThreadedTier):
         """Read the blocks of keys into entries, neighbours together, and set the outcomes of those that came."""
         factor, groups = self._layout.blocks_per_slot, self._layout.num_groups
         places = {key: at for at, key in enumerate(self._keys_of(file)) if key in entries}
-        if len(places) < len(entries):
-            self._seen = 0  # it is another file than the one that was seen
         for _, run in groupby(enumerate(places.items()), lambda each: each[1][1] - each[0]):
             keys = [key for _, (key, _) in run]
             blocks, good = file.read(places[keys[0]] * factor, len(keys) * factor)
@@ -150,8 +140,9 @@ class SessionFolder(ThreadedTier):
                 self.count_corrupt()
                 self.warn(ValueError(f"block {places[keys[0]] * factor + good} of {shown(file.path)} is damaged"))
             for key in keys[: count + 1]:
-                if outcomes[key] is not Outcome.DONE:  # nor will it be
-                    self._index.pop(key, None)
+                if outcomes[key] is not Outcome.DONE:  # nor will it be, from this file
+                    others = self._index.pop(key, [])[1:]
+                    self._index |= {key: others} if others else {}
 
     def _keys_of(self, file: SessionFile) -> list[bytes]:
         """Return the keys of the blocks in a file. LayoutError, ValueError: it does not fit."""
@@ -167,33 +158,29 @@ class SessionFolder(ThreadedTier):
             self._guarded(self._look, lambda _: None)
 
     def _look(self) -> None:
-        """Take note of files that have come, changed or gone, unless the folder is as it was."""
-        seen = latest = self.path.stat().st_mtime_ns
-        if seen == self._seen:
-            return
+        """Take note of files that have come, changed or gone. Those that have not are not opened."""
         files = {}
         with os.scandir(self.path) as entries:
             for entry in sorted(entries, key=lambda each: each.name):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # gone, or cannot be opened now: the next look tries again
                     if entry.name[0] != "." and entry.is_file():
                         state = entry.stat()
-                        latest = max(latest, state.st_mtime_ns)
-                        version = state.st_ino, state.st_mtime_ns, state.st_size
-                        known = self._files.get(entry.name)
+                        version, known = (state.st_ino, state.st_mtime_ns, state.st_size), self._files.get(entry.name)
                         same = known is not None and known[0] == version
                         files[entry.name] = known if known and same else (version, self._keys_in(entry.path))
         if files != self._files:
-            index = {key: name for name, (_, keys) in reversed(files.items()) for key in keys}
-            with self._lock:
-                for key in self._removed:
-                    index.pop(key, None)
-                self._files, self._index = files, index
-        self._seen = seen if time.time_ns() - latest > _SETTLED else 0
+            index: dict[bytes, list[str]] = {}
+            for name, (_, keys) in files.items():
+                for key in keys:
+                    index.setdefault(key, []).append(name)
+            self._files, self._index = files, index
 
     def _keys_in(self, path: str) -> list[bytes]:
         try:
             with SessionFile(path) as file:
                 return self._keys_of(file)
+        except OSError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever a stranger's file leads to
             LOGGER.warning("tier %s leaves a file out: %s", self.name, reason(error))
             return []

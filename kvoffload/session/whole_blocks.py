@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvoffload.errors import LayoutError
+from kvoffload.errors import LayoutError, MissingKeyError
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import SLOT_ALIGNMENT, KVLayout, ShardedLayout
 from kvoffload.layout.planes import Group
 
 Blocks = NDArray[Any]  # whole blocks of one group: unsigned, of the elements' size, (blocks, planes, *axes)
-_FIRST = ("tokens", "heads")
+MOST_AXES = 24  # numpy 1.26 has arrays of 32
+_RANKS = {"tokens": 0, "heads": 1, "dim": 3}  # of axes in a whole block; all others have 2
 
 
 class GroupForm(NamedTuple):
@@ -62,16 +63,6 @@ class BlockForm(NamedTuple):
         return form.planes * math.prod(form.shape) * element_bytes(self.dtype)
 
 
-def order_of(axes: Sequence[str]) -> list[int]:
-    """Return where each axis of a whole block is among the axes of a block in memory."""
-
-    def rank(place: int) -> tuple[int, str]:
-        name = axes[place]
-        return (_FIRST.index(name) if name in _FIRST else 2 + (name == "dim"), name)
-
-    return sorted(range(len(axes)), key=rank)
-
-
 class WholeBlocks:
     """The blocks in the slots of an engine as whole blocks. Usable from any thread.
 
@@ -93,8 +84,10 @@ class WholeBlocks:
         assert layout.fingerprint, "raises LayoutError if the meaning of the bytes is not known"
         axes = self._layouts[0].block_axes
         assert axes is not None
+        if len(axes) > MOST_AXES:
+            raise LayoutError(f"block_axes must be at most {MOST_AXES} for blocks that go into files, got {axes}")
         assert layout.tokens_per_block is not None
-        self._order = order_of(axes)
+        self._order = sorted(range(len(axes)), key=lambda place: (_RANKS.get(axes[place], 2), axes[place]))
         self._heads = axes.index("heads") if "heads" in axes else None
         groups = tuple(self._form_of(group) for group in range(layout.num_groups))
         ordered = tuple(axes[place] for place in self._order)
@@ -102,20 +95,16 @@ class WholeBlocks:
 
     def _form_of(self, group: int) -> GroupForm:
         """Return the form of a group, with the heads of all devices."""
-        shapes, planes = [], set[int]()
-        for device, layout in enumerate(self._layouts):
-            shape = layout.block_shapes[group]
-            where = f"groups[{group}]" + (f" of layouts[{device}]" if len(self._layouts) > 1 else "")
-            if shape is None:
-                raise LayoutError(
-                    f"block_shape of {where} is None, and a file of whole blocks needs it: give the layout the extents "
-                    "of block_axes, such as block_shape=(16, 8, 128), or make it from arrays"
-                )
-            shapes.append(list(shape))
-            planes.add(len(layout.groups[group].planes))
-        if len(self._layouts) > 1:
-            others = [[size for axis, size in enumerate(shape) if axis != self._heads] for shape in shapes]
-            if self._heads is None or len(planes) > 1 or any(each != others[0] for each in others):
+        shapes = [list(shape) for layout in self._layouts if (shape := layout.block_shapes[group]) is not None]
+        if len(shapes) < len(self._layouts):
+            raise LayoutError(
+                f"block_shape of groups[{group}] is None, and a file of whole blocks needs it: give each layout the "
+                "extents of block_axes, such as block_shape=(16, 8, 128), or make it from arrays"
+            )
+        planes = {len(layout.groups[group].planes) for layout in self._layouts}
+        if len(shapes) > 1:
+            others = {tuple(size for axis, size in enumerate(shape) if axis != self._heads) for shape in shapes}
+            if self._heads is None or len(planes) > 1 or len(others) > 1:
                 raise LayoutError(
                     f"the devices of a layout whose blocks go into a file must have some heads of every plane each: "
                     f'an axis "heads", as many planes and the same other extents, got {shapes} for groups[{group}]'
@@ -124,14 +113,23 @@ class WholeBlocks:
         return GroupForm(planes.pop(), tuple(shapes[0][axis] for axis in self._order))
 
     def gather(self, group: int, rows: Int64Array) -> Blocks:
-        """Return the whole blocks in these slots: a new array, C-contiguous, that begins with a page."""
+        """Return the whole blocks in these slots: a new array, C-contiguous, that begins with a page.
+
+        Raises:
+            MissingKeyError: a slot has no blocks that its codec can hold.
+        """
         form = self.form.groups[group]
         shape = (len(rows) * self._factor, form.planes, *form.shape)
         blocks = pages(math.prod(shape) * self.form.element.itemsize).view(self.form.element).reshape(shape)
         for slots, mine, parts in self._parts(group, blocks):
             for row, part in zip(rows.tolist(), parts, strict=True):
                 stored = slots[row, : mine.payload_bytes]
-                values = stored.view(self.form.element) if mine.coding is None else mine.coding.decode(stored)[0]
+                values, fit = stored.view(self.form.element), True
+                if mine.coding is not None:
+                    values, fits = mine.coding.decode(stored)
+                    fit = bool(fits.all())
+                if not fit:
+                    raise MissingKeyError(f"slot {row} holds blocks that did not fit the codec")
                 part[...] = values.reshape(part.shape)
         return blocks
 

@@ -148,11 +148,11 @@ def test_a_damaged_file_is_used_as_far_as_it_is_whole(file: bytes) -> None:
     [
         (
             {"identity": "other"},
-            "the file was saved with identity['model']='test', given was 'other': nothing was loaded",
+            "the file was saved with identity['model']='test', here it is 'other': nothing was loaded",
         ),
-        ({"chunk_tokens": 16}, "identity['chunk_tokens']='32', given was '16'"),
-        ({"share_generated": True}, "identity['generated']='False', given was '4'"),
-        ({"dtype": "bfloat16"}, "the file was saved with dtype=float32, and this cache has dtype=uint16"),
+        ({"chunk_tokens": 16}, "identity['chunk_tokens']='32', here it is '16'"),
+        ({"share_generated": True}, "identity['generated']='False', here it is '4'"),
+        ({"dtype": "bfloat16"}, "the file was saved with dtype='float32', here it is 'uint16'"),
     ],
 )
 def test_a_file_of_another_model_is_refused(file: bytes, options: dict[str, Any], said: str) -> None:
@@ -164,7 +164,7 @@ def test_a_file_of_another_model_is_refused(file: bytes, options: dict[str, Any]
 def test_a_file_is_of_the_weights_that_computed_it(file: bytes) -> None:
     with serving() as there:
         assert there.post("/weights", json={"name": "other"}).status_code == 200
-        refused(there.put(PATH, content=file), 400, "the file was saved with the weights '', in use are 'other'")
+        refused(there.put(PATH, content=file), 400, "the file was saved with weights='', here it is 'other'")
 
 
 def test_a_file_that_is_too_large_is_refused(file: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

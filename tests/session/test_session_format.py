@@ -28,7 +28,7 @@ def planned(vector: dict[str, Any]) -> tuple[Plan, Any]:
     tokens = 1000 + np.arange(vector["blocks"] * vector["block_tokens"], dtype=np.int64)
     groups = tuple(GroupForm(each["planes"], tuple(each["shape"])) for each in vector["groups"])
     form = BlockForm(vector["dtype"], vector["block_tokens"], tuple(vector["axes"]), groups)
-    salt = Terms(vector["salt"], bytes.fromhex(vector["extra"]), {}).digest(tokens)
+    salt = Terms(vector["salt"], bytes.fromhex(vector["extra"]), {}).digest(tokens[: vector["block_tokens"]])
     said = vector["identity"], vector["weights"], salt, vector["producer"]
     return Plan(Contents(form, vector["blocks"], *said)), tokens
 

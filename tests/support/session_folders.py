@@ -74,7 +74,16 @@ def write(
     count = len(tokens) // TOKENS
     ids = np.array(tokens[: count * TOKENS], dtype=np.int64)
     terms = Terms.checked(given["salt"], b"", given["identity"])
-    plan = Plan(Contents(WholeBlocks(layout, ()).form, count, given["identity"], weights, terms.digest(ids), producer))
+    plan = Plan(
+        Contents(
+            WholeBlocks(layout, ()).form,
+            count,
+            given["identity"],
+            weights,
+            terms.digest(ids[: layout.tokens_per_block]),
+            producer,
+        )
+    )
     with SessionWriter(path, plan, ids) as file:
         file.put(0, blocks or blocks_of(tokens, layout.num_groups))
         file.finish()
