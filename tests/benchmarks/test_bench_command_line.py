@@ -100,7 +100,7 @@ def test_what_is_not_known_is_refused_with_one_line_of_the_usage_of_its_command(
 def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     listed = capsys.readouterr().out.partition("benchmarks:\n")[2].partition("\n\n")[0].splitlines()
-    names = "transfer sweep field sharded parts interop vllm submit cache pool growth disk remote fleet plot"
+    names = "transfer sweep field sharded parts interop vllm submit cache pool growth disk session remote fleet plot"
     assert [line.split()[0] for line in listed] == names.split()
 
 
