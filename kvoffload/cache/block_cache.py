@@ -486,8 +486,8 @@ class BlockCache(KeyCache, HtmlRepresentation, Generic[EngineT]):
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored:
         """Make the blocks of a file that `save` has written hits of this cache. It blocks. Returns how many tokens are
-        hits now, and why no more: the file was cut, a block is damaged, the cache has no room or does not want a key (its
-        policy, a quota, `store_after`), another call is storing one.
+        hits now, and why no more: the file was cut, a block is damaged, the cache has no room or does not want a key
+        (its policy, a quota, `store_after`), another call is storing one.
 
         Every block is compared with its digest before its key is visible. A file that anyone has made may have any
         bytes: restore those of people whom you would let compute for you.

@@ -6,8 +6,9 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import takewhile
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -77,8 +78,8 @@ class Terms(NamedTuple):
             for name, identity in ((contents.weights, contents.identity), (weights, self.identity))
         )
         for name in sorted({*said, *given}):
-            theirs, ours = (shown(each.get(name, "(none)")) for each in (said, given))
-            if theirs != ours:
+            if said.get(name) != given.get(name):
+                theirs, ours = (shown(each[name]) if name in each else "not there" for each in (said, given))
                 raise SessionFileError(f"{where} {name}={theirs}, here it is {ours}: nothing was loaded")
         if file.whole and contents.salt != self.digest(file.tokens[: form.tokens_per_block]):
             raise SessionFileError(f"{where} another salt or extra (or other first tokens): nothing was loaded")
@@ -124,7 +125,8 @@ def save(
         tokens = tokens[: count * per_key]
         said = terms.identity, weights.name, terms.digest(tokens[: whole.form.tokens_per_block]), producer
         with SessionWriter(path, Plan(Contents(whole.form, count * factor, *said)), tokens) as file:
-            had = _leading(_in_order(cache, count, file.plan, move), progress, per_key, len(tokens))
+            with closing(_in_order(cache, count, file.plan, move)) as found:
+                had = _leading(found, progress, per_key, len(tokens))
             if had == count:
                 file.finish()
                 return len(tokens)
@@ -170,16 +172,17 @@ def restore(
         def read(begin: int, stop: int) -> tuple[list[Blocks], int]:
             return file.read(begin * factor, (stop - begin) * factor)
 
-        def filled() -> Iterator[tuple[int, int, int]]:
+        def filled(found: Iterator[tuple[int, int, tuple[list[Blocks], int]]]) -> Iterator[tuple[int, int, int]]:
             nonlocal reason
-            for begin, stop, (blocks, good) in _in_order(cache, len(keys), file.plan, read):
+            for begin, stop, (blocks, good) in found:
                 more, reason = _fill(cache, whole, keys[begin : begin + good // factor], blocks, request)
                 reason = reason or (
                     f"block {begin * factor + good} is damaged" if good < (stop - begin) * factor else ""
                 )
                 yield begin, stop, more
 
-        done = _leading(filled(), progress, per_key, of)
+        with closing(_in_order(cache, len(keys), file.plan, read)) as found:
+            done = _leading(filled(found), progress, per_key, of)
     if not reason and file.whole < file.plan.blocks:
         reason = f"the file ends in block {file.whole}"
     elif not reason and done * factor < file.whole:
@@ -234,8 +237,9 @@ def _leading(found: Iterator[tuple[int, int, int]], progress: Progress | None, p
 
 def _in_order(
     cache: BlockCache[Any], num_keys: int, plan: Plan, work: Callable[[int, int], _R]
-) -> Iterator[tuple[int, int, _R]]:
-    """Do work for a few keys at a time in threads, and yield begin, end and result in order.
+) -> Generator[tuple[int, int, _R], None, None]:
+    """Do work for a few keys at a time in threads, and yield begin, end and result in order. No thread is at work once
+    it is closed: do that before the file is closed.
 
     All of it together holds a share of the entries, or one entry.
     """
