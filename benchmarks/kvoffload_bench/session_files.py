@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir():
         raise CommandError(f"--folder must be a folder, got {arguments.folder}")
     output = Output(arguments.json)
-    with open_backend(arguments) as device, tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    with open_backend(arguments, note=False) as device, tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         layout = kvoffload.KVLayout.from_tree(
             device.empty((1, *_SHAPE), "uint16"), axes=("blocks", "planes", "tokens", "heads", "dim")
         )

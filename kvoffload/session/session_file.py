@@ -62,7 +62,7 @@ class Contents(NamedTuple):
         blocks: how many.
         identity: what the bytes depend on, by name: the model, its revision, and so on.
         weights: the name of the weights in use when the file was saved.
-        salt: a digest of the salt of the keys, keyed by the tokens; "": there was no salt.
+        salt: a digest of salt and extra of the keys, keyed by the first block's tokens; "": there were none.
         producer: program and version.
     """
 
@@ -212,7 +212,6 @@ class SessionFile(Closing):
         contents: what it says.
         whole: how many leading blocks lie in it, all unless it was cut. Their bytes were not looked at.
         tokens: int64, those of the whole blocks.
-        all_tokens: those of the other blocks, too.
         sealed: whether header, tokens and digests are as they were saved.
 
     Raises:
@@ -230,8 +229,7 @@ class SessionFile(Closing):
             self.whole = plan.whole(self.nbytes)
             tokens, digests = self._read(plan.tokens_at, plan.digests_at), self._read(plan.digests_at, plan.seal_at, 16)
             per_block = plan.contents.form.tokens_per_block
-            self.all_tokens = tokens[: len(tokens) & -4].view("<u4").astype(np.int64)
-            self.tokens = self.all_tokens[: self.whole * per_block]
+            self.tokens = tokens[: 4 * self.whole * per_block].view("<u4").astype(np.int64)
             self._digests = digests
             seal = plan.seal(tokens.tobytes(), digests.tobytes())
             self.sealed = self.nbytes == plan.nbytes and self._read(plan.seal_at, plan.nbytes).tobytes() == seal

@@ -20,7 +20,8 @@ from tiering import until
 
 from kvoffload import CacheEvent, LayoutError, MissingKeyError, SessionFileError, Tenant
 from kvoffload.session import read_tokens, session_file
-from kvoffload.session.session_file import SessionFile
+from kvoffload.session.session_file import Contents, Plan, SessionFile
+from kvoffload.session.whole_blocks import BlockForm, GroupForm
 from kvoffload.tiers.files import OpenFile
 
 TOKENS = talk(0)
@@ -426,3 +427,29 @@ def test_no_thread_uses_the_file_once_the_call_has_raised(
         time.sleep(0.1)
         assert late
         assert not any(late), f"{caught.value!r} keeps the frames of the call"
+
+
+def test_more_axes_than_numpy_has_are_refused() -> None:
+    axes = tuple(f"axis {number}" for number in range(30))
+    form = BlockForm("uint8", 1, axes, (GroupForm(1, (1,) * 30),))
+    with pytest.raises(ValueError, match="JSON keeps"):
+        Plan(Contents(form, 1, {"model": "m"}, "", "", "test"))
+
+
+def test_a_save_goes_where_the_path_was(small: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the working folder changes meanwhile."""
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert small.save(Path("file"), TOKENS, progress=lambda *_: os.chdir(tmp_path / "later")) == 32
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "later"]
+
+
+def test_keys_that_another_call_has_pending_are_not_restored(path: Path) -> None:
+    with world(SMALL) as target:
+        with target.cache.reserve(target.keys(TOKENS)[1:3]) as other:
+            tokens, of, reason = target.restore(path)
+            per_key = target.kind.factor * target.kind.tokens
+            assert (tokens, of) == (per_key, 32)
+            assert "another call is storing it" in reason
+            other.abort()
+        assert target.restore(path) == ALL
